@@ -266,7 +266,9 @@ def main() -> None:
     torch.cuda.synchronize()
     print(f"model built in {time.perf_counter() - begin:.1f} s", flush=True)
     batches = [int(each) for each in args.batches.split(",")]
-    settings = {"state_manager": {"max_context": 8192, "memory_config": {"size": 8_000_000_000}}}
+    most = 512 if "requests" in parts else max(batches)
+    manager = {"max_context": 8192, "memory_config": {"size": 8_000_000_000}, "max_ragged_sequence_count": most}
+    settings = {"state_manager": manager}
     if {"decode", "requests", "profile"} & set(parts):
         begin = time.perf_counter()
         with LLM(model, settings) as llm:

@@ -15,7 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -95,7 +95,7 @@ def attention_cases() -> Iterator[Case]:
             return numbers(sequences * count, HEADS, HEAD), *pages, tables, starts, lengths, options
 
         def run(*given: Any, tile: Any = None) -> Tensor:
-            return attend(*given, tile)
+            return attend(*given[:-1], replace(given[-1], tile=tile))
 
         kept = sequences * context * KV_HEADS * HEAD * 2 * dtype.itemsize
         pairs = sequences * count * (context - (count - 1) / 2)
@@ -121,6 +121,13 @@ def attention_cases() -> Iterator[Case]:
         label = f"attention {sequences}x{count} of {context}" + (" fp8" if dtype != torch.bfloat16 else "")
         moved = kept + 2 * sequences * count * HEADS * HEAD * 2
         yield Case(label, moved, 4 * pairs * HEADS * HEAD, run, inputs, paged_attention_reference, tiles)
+
+
+def row_tiles() -> tuple[Any, ...]:
+    """Shapes of programs for one row."""
+    from deepspeed.ops.generate.kernels.row import RowTile
+
+    return tuple(RowTile(*each) for each in itertools.product((4, 8, 16), (8, 16, 32), (2, 4, 8)))
 
 
 def product_cases() -> Iterator[Case]:
@@ -168,9 +175,10 @@ def product_cases() -> Iterator[Case]:
 
 def packed_cases() -> Iterator[Case]:
     """Rows times packed weights."""
+    from deepspeed.ops.fp8.quantise import round_rows
     from deepspeed.ops.generate.kernels.packed import multiply
     from deepspeed.ops.generate.kernels.streaming import Tile
-    from deepspeed.ops.generate.packed import pack, packed_linear, packed_linear_reference
+    from deepspeed.ops.generate.packed import FEW_ROWS, pack, packed_linear, packed_linear_reference
 
     modes = [("w8a16", True), ("w4a16", True), ("w4a16", False), ("wf6af16", True), ("fp8", True)]
     tiles = tuple(Tile(*each) for each in itertools.product((64, 128), (128,), (2, 3, 4, 6), (4, 8)))
@@ -186,13 +194,20 @@ def packed_cases() -> Iterator[Case]:
             return numbers(rows, inner), pack(numbers(outs, inner, scale=inner**-0.5), mode, 128, symmetric)
 
         def run(x: Tensor, packed: Any, tile: Any = None) -> Tensor:
-            return packed_linear(x, packed) if tile is None else multiply(x, packed, None, tile)
+            if tile is None:
+                return packed_linear(x, packed)
+            if packed.mode == "fp8" and len(x) > FEW_ROWS:
+                rounded = round_rows(x, torch.float8_e4m3fn)
+                return multiply(rounded.rows, packed, None, tile, x_scale=rounded.scale, dtype=x.dtype)
+            return multiply(x, packed, None, tile)
 
         bits = {"w8a16": 8.125, "w4a16": 4.125 + (0 if symmetric else 1 / 16), "wf6af16": 6.125, "fp8": 8.0}[mode]
         moved = outs * inner * bits / 8 + 2 * rows * (outs + inner)
         yield Case(
             f"packed {mode}{'' if symmetric else ' zeros'} {outs}x{inner} rows {rows}", moved, 2 * rows * outs * inner,
-            run, inputs, packed_linear_reference, tiles, 5e-2 if rows > 64 else 2e-2,
+            run, inputs, packed_linear_reference,
+            row_tiles() if rows == 1 and mode != "wf6af16" else () if rows > 64 else tiles,
+            5e-2 if mode == "fp8" and rows > FEW_ROWS else 2e-2,
         )  # fmt: skip
 
 

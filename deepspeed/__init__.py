@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from deepspeed.comm import init_distributed
     from deepspeed.config import DeepSpeedConfig
     from deepspeed.config.inference import DeepSpeedInferenceConfig
+    from deepspeed.hybrid.engine import DeepSpeedHybridEngine
     from deepspeed.inference.engine import InferenceEngine, default_inference_config, init_inference
     from deepspeed.inference.modules import replace_transformer_layer
     from deepspeed.ops.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
@@ -64,6 +65,7 @@ _LAZY = {
     "DeepSpeedConfig": "deepspeed.config:DeepSpeedConfig",
     "DeepSpeedDataLoader": "deepspeed.runtime.dataloader:DeepSpeedDataLoader",
     "DeepSpeedEngine": "deepspeed.runtime.engine:DeepSpeedEngine",
+    "DeepSpeedHybridEngine": "deepspeed.hybrid.engine:DeepSpeedHybridEngine",
     "DeepSpeedInferenceConfig": "deepspeed.config.inference:DeepSpeedInferenceConfig",
     "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer:DeepSpeedOptimizer",
     "DeepSpeedOptimizerCallable": "deepspeed._api:DeepSpeedOptimizerCallable",
@@ -114,6 +116,7 @@ __all__ = [
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",
     "DeepSpeedError",
+    "DeepSpeedHybridEngine",
     "DeepSpeedInferenceConfig",
     "DeepSpeedOptimizer",
     "DeepSpeedOptimizerCallable",

@@ -140,6 +140,18 @@ class ExpertsUsed:
     """By the path of the layer in the model."""
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutCompared:
+    """Log-probabilities of generated tokens beside those of the trainer, over all ranks."""
+
+    samples: int
+    """Samples that were trained on so far."""
+    tokens: int
+    mean: float
+    """Of the absolute differences."""
+    largest: float
+
+
 class Subscription:
     """One listener of one kind of event; `close()` ends it, and so does leaving a `with` block."""
 

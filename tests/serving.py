@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed.generate.loop import PromptScores
 from deepspeed.inference.server.engine import EngineOptions, Ready
 from tests.harness import ROOT
 
@@ -83,6 +85,7 @@ class FakeToken:
     finish_reason: str | None
     cached_tokens: int
     prompt_tokens: int
+    prompt_scores: Sequence[PromptScores] = ()
 
 
 class FakeEngine:
@@ -133,9 +136,12 @@ class FakeEngine:
     def _token(self, uid: int, index: int, token: int, reason: str | None, prompt: list[int], params: Any) -> FakeToken:
         asked = params.logprobs is not None and token >= 0
         top = {token: -0.5, self.END: -2.0} if params.logprobs else {}
-        return FakeToken(
-            uid, index, token, -0.5 if asked else None, top if asked else None, reason, len(prompt) // 2, len(prompt)
-        )
+        scores = ()
+        if params.prompt_logprobs is not None and index == 0 and self._open[uid][2] == 0:  # in two parts, as of chunks
+            tops = [{token: -0.25} if params.prompt_logprobs else {} for token in prompt[1:]]
+            scores = PromptScores(1, [-0.25], tops[:1]), PromptScores(2, [-0.25] * (len(prompt) - 2), tops[1:])
+        own, tops = (-0.5, top) if asked else (None, None)
+        return FakeToken(uid, index, token, own, tops, reason, len(prompt) // 2, len(prompt), scores)
 
     def cancel(self, uid: int) -> None:
         self.cancelled.append(uid)

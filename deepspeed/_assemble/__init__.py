@@ -15,12 +15,15 @@ from deepspeed._assemble.observers import watch, watch_hangs
 from deepspeed.checkpoint.pretrained import fill, take_place
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.features import unused_by_model
+from deepspeed.data.pacing import pacing_of
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
+from deepspeed.hybrid.engine import DeepSpeedHybridEngine
 from deepspeed.log import set_log_level_from_string
 from deepspeed.moe.placement import cuts_of_experts, spread_experts
 from deepspeed.moe.utils import split_experts
+from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.ops.precompile import KernelPrecompiler
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.mpu import current_layout
@@ -49,7 +52,7 @@ from deepspeed.tensor_parallel import SplitModel, cuts_of
 from deepspeed.zero.agreement import digest
 from deepspeed.zero.birth.placement import rank_device
 from deepspeed.zero.build import StateBuilder
-from deepspeed.zero.interface import LiesOn, NormRanks, RankAgreement, Reshard
+from deepspeed.zero.interface import LiesOn, NormRanks, RankAgreement, Reshard, ShardAxes
 from deepspeed.zero.memory_budget import budget, parameters_leave
 
 __all__ = ["Request", "assemble"]
@@ -115,8 +118,9 @@ class _Assembly:
             self.schema.scheduler, self.request.lr_scheduler, self.request.optimizer, self.optimizer
         )
         self._add_data(parts)
+        parts.pacing = pacing_of(self.schema, self.module, self.kind.blocks, whole=self.kind.whole, stack=self.stack)
         watch(parts, self.stack)
-        return self.kind.engine(parts)
+        return DeepSpeedHybridEngine(parts) if self.schema.hybrid_engine.enabled else self.kind.engine(parts)
 
     def _layout(self) -> ParallelLayout:
         """The layout of the mpu, of the mesh, or of the sizes in the config."""
@@ -137,7 +141,9 @@ class _Assembly:
     def _split(self) -> SplitModel:
         """Split the layers and blocks of experts that ranks share, and read the values of a model without any."""
         empty = take_place(self.module)
-        split = self.kind.split(self.schema, self.layout, Reshard(self.layout.samples), self.request.mpu)
+        samples = self.layout.samples
+        shards = ShardAxes(lambda _: samples, self.zero.mics_shard_size if self.zero.shards_parameters else -1)
+        split = self.kind.split(self.schema, self.layout, Reshard(shards.levels(samples)[0]), self.request.mpu)
         fill(self.module, empty, cuts_of_experts(self.module), cuts_of(self.module, self.layout.tensor.rank))
         return split
 
@@ -197,6 +203,7 @@ class _Assembly:
             hosts,
             self.stack,
             planned,
+            self.config.batch.steps if self.config.batch is not None else 1,
         ).build()
         if self.precompiler is not None and self.optimizer is not None and held.states is not None:
             self.precompiler.add(step_scenes(self.optimizer, held.states, self.precision.accumulate))
@@ -305,7 +312,7 @@ class _Assembly:
             reducer=parts.reducer,
             backward=parts.backward,
             scale=parts.scale,
-            check_overflow=self.precision.check_overflow,
+            check_overflow=self.precision.check_overflow or isinstance(basic, OneBitOptimizer),
             clipping=self.schema.gradient_clipping,
             report_norm=self.zero.compute_grad_norm,
             stop=self.schema.nonfinite_gradients == "stop",

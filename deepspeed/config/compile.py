@@ -1,12 +1,12 @@
-"""The `compile`, `fused_kernels` and `fp8` sections: what the layers of a model run on."""
+"""The `compile`, `fused_kernels`, `fp8` and `hybrid_engine` sections: what the layers of a model run on."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict
 
-from .model import NotBuilt, Patterns, Section, key
+from .model import NoEffect, NotBuilt, Patterns, PositiveCount, Section, key
 
 __all__ = ["CompileConfig"]
 
@@ -57,4 +57,38 @@ class Fp8Config(Section):
     )
     exclude: Patterns = key(
         ["lm_head", ".*embed"], "Regular expressions, matched from the start of module names to leave."
+    )
+
+
+def _stays_whole(schema: Any) -> bool:
+    """Whether a hybrid engine's parameters are whole between uses."""
+    return schema.hybrid_engine.enabled and not schema.zero_optimization.shards_parameters
+
+
+class HybridEngineConfig(Section):
+    """One engine that trains and generates."""
+
+    enabled: bool = key(False, "Whether deepspeed.initialize returns a DeepSpeedHybridEngine.")
+    max_out_tokens: PositiveCount = key(512, "Number of tokens of a sequence that the cache holds, prompt included.")
+    inference_tp_size: PositiveCount = key(
+        1,
+        "Number of ranks that share every layer while the engine generates (stage 3).",
+        NoEffect("zero_optimization.stage is below 3: every rank generates with its whole parameters", _stays_whole),
+    )
+    release_inference_cache: bool = key(
+        False, "Whether keys, values and graphs are freed after each generate(), not kept for the next one."
+    )
+    pin_parameters: bool = key(
+        True,
+        "Whether parameters stay whole between calls of generate() in eval mode (stage 3), until training goes on.",
+        NoEffect("zero_optimization.stage is below 3: parameters are always whole", _stays_whole),
+    )
+    tp_gather_partition_size: PositiveCount = key(
+        8,
+        "Number of layers whose parameters are gathered at once for generation (stage 3).",
+        NoEffect("zero_optimization.stage is below 3: no parameter is gathered", _stays_whole),
+    )
+    enable_cuda_graph: bool = key(False, "Whether steps of generation are captured as graphs of the device.")
+    offload_states: bool = key(
+        False, "Whether optimizer states and masters wait in host memory while the engine generates."
     )

@@ -81,7 +81,7 @@ ATTRIBUTES: dict[str, str | Callable[[Schema], Any]] = {
     "compile_config": "compile",
     "compression_config": "compression_training",
     "data_efficiency_config": "data_efficiency",
-    "data_efficiency_enabled": "data_efficiency.enabled",
+    "data_efficiency_enabled": lambda schema: bool(schema.data_efficiency.techniques),
     "curriculum_enabled_legacy": "curriculum_learning.enabled",
     "curriculum_params_legacy": "curriculum_learning",
     "eigenvalue_enabled": "eigenvalue.enabled",

@@ -11,7 +11,6 @@ from typing import Any
 from deepspeed.config.clean import ConfigProblem
 from deepspeed.config.explain import values_of
 from deepspeed.config.model import NoEffect, NotBuilt, Unbuilt, switches
-from deepspeed.config.optimizer import ONE_BIT_OPTIMIZERS
 from deepspeed.config.schema import Schema
 from deepspeed.config.schema_walk import Key, walk
 from deepspeed.errors import FeatureUnavailable
@@ -73,6 +72,12 @@ UNBUILT: tuple[Feature, ...] = (
         conditional=True,
     ),
     Feature(
+        "zero_optimization.mics_hierarchical_params_gather",
+        "gathers of MiCS in two steps",
+        lambda c: c.zero_optimization.mics_hierarchical_params_gather and c.zero_optimization.mics_shard_size > 0,
+        conditional=True,
+    ),
+    Feature(
         "expert_parallel",
         "spread experts together with divided sequences (tensor_parallel.sequence_parallel)",
         lambda c: c.expert_parallel.enabled and c.axis_sizes["tp"] > 1 and c.tensor_parallel.sequence_parallel,
@@ -102,8 +107,6 @@ def _turned_on(data: Mapping[str, Any], path: str) -> bool:
     value: Any = data
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    if isinstance(value, str):
-        return value.lower() in {name.lower() for name in ONE_BIT_OPTIMIZERS}
     return value is True or (isinstance(value, Mapping) and any(switches(value)))
 
 

@@ -1,5 +1,4 @@
-"""Configs of the inference engines: `RaggedInferenceEngineConfig` of paged generation, `DeepSpeedInferenceConfig` of
-`deepspeed.init_inference`.
+"""Configs of inference: `RaggedInferenceEngineConfig` of paged generation, `DeepSpeedInferenceConfig` of any module.
 
 Unlike the sections of a training's config, these can be assigned to: other libraries embed them in configs of their
 own, build them in parts and set fields afterwards. Every assignment is validated.
@@ -19,7 +18,7 @@ from deepspeed.config.memory import Bytes, MemoryConfig
 from deepspeed.config.model import ConfigModel, Lower, NoEffect, Patterns, PositiveCount, Section, key, no_effect
 from deepspeed.config.read import ConfigSource, read
 from deepspeed.config.schema_walk import keys_of, walk
-from deepspeed.config.zero import DeepSpeedZeroConfig
+from deepspeed.config.zero import DeepSpeedZeroConfig, OffloadDeviceEnum
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import warn_once
 
@@ -293,7 +292,7 @@ class BaseQuantConfig(InferenceSection):
     enabled: bool = key(True, "Whether they are rounded, where the section is given or dtype is int8.")
     num_bits: Literal[4, 8] = key(8, "Width of the integers.")
     q_type: QuantTypeEnum = key(QuantTypeEnum.sym, "Whether a group has a scale alone, or a zero point too.")
-    q_groups: PositiveCount = key(1, "Number of groups of a row.")
+    q_groups: PositiveCount = key(1, "Number of groups of a row; those of weights have a multiple of 128 numbers.")
 
 
 class WeightQuantConfig(BaseQuantConfig):
@@ -456,16 +455,39 @@ def idle_keys(config: ConfigModel) -> list[str]:
     """A line for each key that is given with a value other than its default, and has no effect."""
     found = []
     for path, known in walk(type(config)):
-        why = next((mark.why for mark in known.info.metadata if isinstance(mark, NoEffect)), None)
-        owner: Any = config
+        owners: list[Any] = [config]
         *parents, _ = path.split(".")
         for parent in parents:
-            owner = getattr(owner, keys_of(type(owner))[parent].name) if isinstance(owner, ConfigModel) else None
-        if why is None or owner is None or known.name not in owner.model_fields_set:
+            last = owners[-1]
+            owners.append(getattr(last, keys_of(type(last))[parent].name) if isinstance(last, ConfigModel) else None)
+        owner = owners[-1]
+        if owner is None or known.name not in owner.model_fields_set:
             continue
-        if getattr(owner, known.name) != known.info.get_default(call_default_factory=True):
+        if getattr(owner, known.name) == known.info.get_default(call_default_factory=True):
+            continue
+        marks = [mark for mark in known.info.metadata if isinstance(mark, NoEffect)]
+        if isinstance(config, DeepSpeedInferenceConfig) and path.startswith("zero."):
+            why = _idle_of_zero(path, config.zero)
+        else:
+            why = next((mark.why for mark in marks if mark.when(owners[-2] if parents else config)), None)
+        if why is not None:
             found.append(f"{path}: no effect: {why}")
     return found
+
+
+_OF_WEIGHTS = ("stage", "offload_param", *(f"offload_param.{name}" for name in ("device", "pin_memory")))
+_ON_DISK = tuple(f"offload_param.{name}" for name in ("nvme_path", "max_in_cpu"))
+
+
+def _idle_of_zero(path: str, zero: DeepSpeedZeroConfig) -> str | None:
+    """Why a key of a training does nothing in inference; None if it says where weights live."""
+    name = path.removeprefix("zero.")
+    if not zero.offloads_parameters:
+        return "weights leave the device by stage 3 with offload_param"
+    on_disk = zero.offload_param is not None and zero.offload_param.device is OffloadDeviceEnum.nvme
+    if name in _ON_DISK and not on_disk:
+        return "zero.offload_param.device is not nvme"
+    return None if name in (*_OF_WEIGHTS, *_ON_DISK) else "inference has no gradients and optimizer states"
 
 
 Config = TypeVar("Config", bound=ConfigModel)

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator
 
 from deepspeed.config.clean import ConfigProblem, nearest
 
-from .model import NoEffect, NotBuilt, Section, key, no_effect
+from .model import NoEffect, Section, key, no_effect
 
 OPTIMIZER_TYPES: tuple[str, ...] = (
     *("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon"),
@@ -50,6 +50,12 @@ _MUON = frozenset(
         *("adam_w_mode", "torch_adam", "fp32_optimizer_states", "moment_bits", "per_head_muon"),
     }
 )
+_ONE_BIT = frozenset(
+    {
+        *("lr", "betas", "eps", "eps_inside_sqrt", "weight_decay", "bias_correction", "amsgrad"),
+        *("cuda_aware", "comm_backend_name"),
+    }
+)
 OPTIMIZER_PARAMS: Mapping[str, frozenset[str] | None] = {
     "adam": _ADAM,
     "adamw": _ADAM,
@@ -57,9 +63,13 @@ OPTIMIZER_PARAMS: Mapping[str, frozenset[str] | None] = {
     "lamb": _LAMB,
     "lion": _LION,
     "muon": _MUON,
-    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd")),
+    "onebitadam": _ONE_BIT | {"freeze_step"},
+    "onebitlamb": _ONE_BIT
+    | {"freeze_step", "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold"},
+    "zerooneadam": _ONE_BIT | {"var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"},
+    **dict.fromkeys(("muadam", "muadamw", "musgd")),
 }
-"""Lower-case optimizer type -> the parameter names it takes; None where `mup` decides, or the type is refused."""
+"""Lower-case optimizer type -> the parameter names it takes; None where `mup` decides."""
 
 _WARMUP = frozenset({"warmup_num_steps", "warmup_type", "last_batch_iteration"})
 
@@ -110,12 +120,6 @@ class OptimizerConfig(Section):
     type: Annotated[str | None, BeforeValidator(_canonical)] = key(
         None,
         f"Optimizer to build: {', '.join(OPTIMIZER_TYPES)} (any case), or the exact name of a torch.optim class.",
-        NotBuilt(
-            "1-bit optimizers",
-            lambda kind: kind in ONE_BIT_OPTIMIZERS,
-            instead="use AdamW in place of OneBitAdam and ZeroOneAdam, Lamb in place of OneBitLamb, and remove the "
-            "params that only those have, such as freeze_step",
-        ),
     )
     params: _Params = key({}, "Keyword arguments of the optimizer, such as lr and weight_decay.")
     legacy_fusion: bool = no_effect(False, "every optimizer takes the same step path")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from .optimizer import ONE_BIT_OPTIMIZERS
+
 if TYPE_CHECKING:
     from .schema import Schema
 
@@ -132,6 +134,48 @@ def _places(config: Schema) -> Iterator[str]:
         yield f"memory.device: {found} says where states live, too; give one of them"
 
 
+def _mics(config: Schema) -> Iterator[str]:
+    zero = config.zero_optimization
+    if zero.mics_shard_size < 1:
+        return
+    others = {
+        "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
+        "expert_parallel.enabled": config.expert_parallel.enabled,
+    }
+    if found := _names(others):
+        yield f"zero_optimization.mics_shard_size: does not work with {found}; give one of them"
+
+
+def one_bit_conflicts(config: Schema) -> str:
+    """What of a config does not work with an optimizer that exchanges signs; empty if nothing."""
+    zero = config.zero_optimization
+    return _names(
+        {
+            f"zero_optimization.stage {int(zero.stage)}, which gives ranks parts of gradients (use stage 0)": (
+                zero.stage > 0
+            ),
+            'gradient_allreduce_op "sum"': config.gradient_allreduce_op == "sum",
+            "sparse_gradients": config.sparse_gradients,
+            "expert_parallel.enabled": config.expert_parallel.enabled,
+            "optimizer_in_backward.enabled": config.optimizer_in_backward.enabled,
+            **_offloads(config),
+            "memory.device": config.memory.device is not None,
+            'nonfinite_gradients "ignore"': config.nonfinite_gradients == "ignore",
+        }
+    )
+
+
+def _one_bit(config: Schema) -> Iterator[str]:
+    kind = config.optimizer.type
+    if kind in ONE_BIT_OPTIMIZERS and (found := one_bit_conflicts(config)):
+        yield f"optimizer.type: {kind}, whose ranks exchange signs of whole momenta, does not work with {found}"
+    if kind == "OneBitLamb" and config.fp16.enabled and not config.fp16.dynamic:
+        yield (
+            "optimizer.type, fp16.loss_scale: OneBitLamb in fp16 needs a dynamic loss scale (0), found "
+            f"{config.fp16.loss_scale}"
+        )
+
+
 def _experts(config: Schema) -> Iterator[str]:
     expert, tensor = config.expert_parallel, config.tensor_parallel
     if not expert.enabled:
@@ -165,12 +209,52 @@ def _elastic_batch_sizes(config: Schema) -> Iterator[str]:
         )
 
 
+def _codecs(config: Schema) -> Iterator[str]:
+    zero, stage = config.zero_optimization, int(config.zero_optimization.stage)
+    coded = {
+        "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
+    }
+    if stage == 0 and (found := _names(coded)):
+        yield f"{found}: nothing is sharded at zero_optimization.stage 0; use stage 1, 2 or 3, or remove the key"
+    if zero.zero_hpz_partition_size > 1 and stage < 3:
+        yield (
+            f"zero_optimization.zero_hpz_partition_size: {zero.zero_hpz_partition_size} ranks are to share copies of "
+            f"sharded parameters, which zero_optimization.stage 3 alone has, found stage {stage}; remove the key"
+        )
+    if zero.zero_hpz_partition_size > 1 and zero.mics_shard_size > 0:
+        yield (
+            "zero_optimization.zero_hpz_partition_size, zero_optimization.mics_shard_size: both keep parameters among "
+            f"neighbours, found {zero.zero_hpz_partition_size} and {zero.mics_shard_size} ranks; keep one of them"
+        )
+    if zero.zero_quantized_weights and zero.use_all_reduce_for_fetch_params:
+        yield (
+            "zero_optimization.zero_quantized_weights, zero_optimization.use_all_reduce_for_fetch_params: codes cannot "
+            "be added up; set one of them to false"
+        )
+    if zero.zero_quantized_gradients:
+        others = {
+            "zero_optimization.reduce_scatter false": not zero.reduce_scatter,
+            "optimizer.type Muon": config.optimizer.type == "Muon",
+        }
+        if found := _names(others):
+            yield f"zero_optimization.zero_quantized_gradients: does not work with {found}; remove one of them"
+    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        yield (
+            "zero_optimization.zeropp_loco_param, zero_optimization.zero_quantized_gradients: error feedback needs "
+            "quantised gradients, which are off; set zero_quantized_gradients to true or remove zeropp_loco_param"
+        )
+
+
 _RULES = (
+    _codecs,
     _precision,
     _gradients,
     _nonfinite_gradients,
     _updates_in_backward,
     _places,
+    _mics,
+    _one_bit,
     _experts,
     _elastic_batch_sizes,
 )

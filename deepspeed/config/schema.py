@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
@@ -12,7 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, model_vali
 from deepspeed.log import get_log_level_from_string, log_levels
 
 from .checkpoint import CheckpointConfig
-from .compile import CompileConfig, Fp8Config, FusedKernelsConfig
+from .compile import CompileConfig, Fp8Config, FusedKernelsConfig, HybridEngineConfig
+from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from .elasticity import ElasticityConfig
 from .memory import ActivationCheckpointingConfig, AioConfig, MemoryConfig
 from .model import (
@@ -85,17 +85,10 @@ def _largest_norm(value: float) -> float:
     return value
 
 
-def _techniques(section: Unbuilt) -> Iterator[bool]:
-    """The switches of `data_efficiency` that turn a technique on or off: those two levels down."""
-    for outer in section.given.values():
-        if isinstance(outer, dict):
-            yield from switches({name: value for name, value in outer.items() if name != "enabled"})
-
-
-def _only_outer_switches(section: Unbuilt) -> bool:
-    """Whether techniques are asked for, or a section is merely begun, without one that is on."""
-    found = list(switches(section.given))
-    return not any(_techniques(section)) and (not found or any(found))
+def _no_technique(schema: Any) -> bool:
+    """Whether switches of `data_efficiency` are on around techniques that are all off."""
+    data = schema.data_efficiency
+    return not data.techniques and True in (data.enabled, data.data_sampling.enabled, data.data_routing.enabled)
 
 
 def _names_weights(section: Unbuilt) -> bool:
@@ -245,16 +238,15 @@ class Schema(ConfigModel):
     dataloader_drop_last: bool = key(
         False, "Whether the engine's data loader drops the last batch if it is incomplete."
     )
-    data_efficiency: Unbuilt = key(
-        Unbuilt,
+    data_efficiency: DataEfficiencyConfig = key(
+        DataEfficiencyConfig,
         "Fewer or better chosen samples and tokens.",
-        NotBuilt("data efficiency", lambda section: any(_techniques(section))),
-        NoEffect("none of its techniques has its own switch on", lambda c: _only_outer_switches(c.data_efficiency)),
+        NoEffect("none of its techniques has its own switch on", _no_technique),
     )
-    curriculum_learning: Unbuilt = key(
-        Unbuilt, "The older curriculum, by sequence length.", NotBuilt("curriculum learning")
+    curriculum_learning: LegacyCurriculumConfig = key(
+        LegacyCurriculumConfig, "The older curriculum, by sequence length."
     )
-    progressive_layer_drop: Unbuilt = key(Unbuilt, "Layers skipped at random.", NotBuilt("progressive layer drop"))
+    progressive_layer_drop: ProgressiveLayerDropConfig = key(ProgressiveLayerDropConfig, "Layers skipped at random.")
 
     # Compression, inference, model
     compression_training: Unbuilt = key(
@@ -276,9 +268,7 @@ class Schema(ConfigModel):
             lambda c: not _names_weights(c.weight_quantization),
         ),
     )
-    hybrid_engine: Unbuilt = key(
-        Unbuilt, "Training and generation with one set of weights.", NotBuilt("the hybrid engine")
-    )
+    hybrid_engine: HybridEngineConfig = key(HybridEngineConfig, "Training and generation with one set of weights.")
     sparse_attention: ForeignOptions = key(
         None, "Layout of block-sparse attention; false and null are off.", NotBuilt("sparse attention")
     )

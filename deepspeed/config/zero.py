@@ -6,7 +6,7 @@ from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Gt, Lt
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from .model import (
@@ -235,8 +235,10 @@ def _stage(value: Any) -> Any:
 class LoCoConfig(Section):
     """Error feedback for quantised gradients."""
 
-    err_beta: Share = Field(description="Share of the old compression error that is carried on (0 to 1).")
-    reset_T: PositiveCount = Field(description="Number of steps after which the kept error is forgotten.")
+    err_beta: Annotated[Number, Ge(0), Lt(1)] = Field(
+        description="Share of the old compression error that is carried on (0, and below 1)."
+    )
+    reset_T: PositiveCount = Field(description="Number of optimizer steps after which the kept error is forgotten.")
 
 
 class DeepSpeedZeroConfig(Section):
@@ -357,22 +359,32 @@ class DeepSpeedZeroConfig(Section):
     zero_hpz_partition_size: Count = key(
         1,
         "Number of neighbouring ranks that share a second copy of the weights for backward; 0 and 1 are off (stage 3).",
-        NotBuilt("hpZ", lambda ranks: ranks > 1),
     )
     zero_quantized_weights: bool = key(
-        False, "Whether weights are quantised before they are gathered (stage 3).", NotBuilt("qwZ")
+        False, "Whether weights travel as codes: to whole parameters (stage 3), or after a step (stages 1 and 2)."
+    )
+    zero_quantized_weights_format: Literal["int8", "fp8", "int4"] = key(
+        "int8",
+        "In what they travel.",
+        NoEffect(
+            "zero_optimization.zero_quantized_weights is off", lambda c: not c.zero_optimization.zero_quantized_weights
+        ),
     )
     zero_quantized_nontrainable_weights: bool = key(
         False, "Whether frozen weights are stored quantised (stage 3, fp16).", NotBuilt("quantised frozen weights")
     )
     zero_quantized_gradients: bool = key(
-        False, "Whether gradients are reduced in a quantised two-hop exchange (stage 3).", NotBuilt("qgZ")
+        False,
+        "Whether gradients travel as int4 codes: within nodes, then between them (stages 1 to 3).",
     )
-    zeropp_loco_param: LoCoConfig | None = key(
-        None, "Error feedback for zero_quantized_gradients; null is off.", NotBuilt("LoCo")
-    )
+    zeropp_loco_param: LoCoConfig | None = key(None, "Error feedback (LoCo) for zero_quantized_gradients; null is off.")
     mics_shard_size: Whole = key(
-        -1, "Number of ranks that share one set of shards (MiCS); -1 means all ranks (stage 3).", NotBuilt("MiCS")
+        -1,
+        "Number of ranks that share one set of shards (MiCS), of which the others have copies; -1 means all ranks "
+        "(stages 1-3).",
+        NoEffect(
+            "zero_optimization.stage is 0, where every rank has everything", lambda c: not c.zero_optimization.stage
+        ),
     )
     mics_hierarchical_params_gather: bool = key(
         False,

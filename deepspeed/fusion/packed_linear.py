@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.errors import UsageError
-from deepspeed.ops.generate.packed import PackedWeight, pack, packed_linear, unpack
+from deepspeed.ops.generate.packed import UNIT, PackedWeight, pack, packed_linear, unpack
 from deepspeed.parallel.regions import cut_of
 from deepspeed.transformers.replacement import class_before, replacement
 
@@ -29,6 +29,12 @@ class WeightPacking:
     """Regular expressions, matched from the start of module names to leave."""
     rounded_input: Callable[[Tensor], Tensor] | None = None
     """What becomes of inputs before they are multiplied."""
+    groups: int = 1
+    """Above 1, groups of a row instead of their size: so many at most, since a group has whole units."""
+
+    def size_for(self, columns: int) -> int:
+        """The group size for a row of so many numbers."""
+        return self.group_size if self.groups == 1 else -(-columns // (self.groups * UNIT)) * UNIT
 
 
 class PackedProduct(nn.Module):
@@ -96,7 +102,8 @@ def pack_layer(module: nn.Module, packing: WeightPacking) -> None:
     """Let a layer hold its weight so; see `refusal` for which can."""
     transposed = _is_transposed(module)
     weight: Tensor = module.weight  # type: ignore[assignment]
-    made = pack(weight.t().contiguous() if transposed else weight, packing.mode, packing.group_size, packing.symmetric)
+    rows = weight.t().contiguous() if transposed else weight
+    made = pack(rows, packing.mode, packing.size_for(rows.shape[1]), packing.symmetric)
     base = type(module)
     module.__class__ = class_before(PackedProduct if cut_of(module) is not None else PackedLinear, base)
     del module._parameters["weight"]
@@ -109,9 +116,12 @@ def pack_layer(module: nn.Module, packing: WeightPacking) -> None:
 
 
 def pack_linears(
-    model: nn.Module, packing: WeightPacking, own: Mapping[str, WeightPacking] | None = None
+    model: nn.Module,
+    packing: WeightPacking,
+    own: Mapping[str, WeightPacking] | None = None,
+    inside: Collection[str] = ("",),
 ) -> tuple[list[str], dict[str, str]]:
-    """Pack the linear layers of a model: (their names, name → why another one is left).
+    """Pack the linear layers inside of modules of a model: (their names, name → why another one is left).
 
     `own` has parts of names → another packing for the layers that they match.
     """
@@ -122,7 +132,8 @@ def pack_linears(
     for module in model.modules():
         for param in module.parameters(recurse=False):
             uses[id(param)] = uses.get(id(param), 0) + 1
-    for name, module in list(model.named_modules()):
+    listed = {f"{path}.{name}".strip("."): each for path in inside for name, each in _inner(model, path)}
+    for name, module in listed.items():
         if not (isinstance(module, nn.Linear) or _is_transposed(module)) or isinstance(module, PackedProduct):
             continue
         matching = [part for part in own or {} if part in name]
@@ -136,6 +147,10 @@ def pack_linears(
         else:
             left[name] = reason
     return done, left
+
+
+def _inner(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    return list(model.get_submodule(path).named_modules())
 
 
 def refusal(module: nn.Module, uses: Mapping[int, int]) -> str | None:
@@ -178,7 +193,8 @@ def rounding(bits: int, symmetric: bool, groups: int) -> Callable[[Tensor], Tens
         span = rows.abs().amax(-1, keepdim=True) if low is None else rows.amax(-1, keepdim=True) - low
         scale = (span / steps).clamp(min=1e-30)
         whole = ((rows if low is None else rows - low) / scale).round() * scale
-        return (whole if low is None else whole + low).flatten(-2).to(inputs.dtype)
+        found: Tensor = (whole if low is None else whole + low).flatten(-2).to(inputs.dtype)
+        return found
 
     return rounded
 

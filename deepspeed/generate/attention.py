@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from deepspeed.errors import UsageError
 from deepspeed.generate.batch import Batch
 from deepspeed.generate.cache import CachedLayer, PagedCache
-from deepspeed.ops.generate.attention import paged_attention
+from deepspeed.ops.generate.attention import AttentionOptions, paged_attention
 from deepspeed.ops.generate.pages import write_pages
 
 
@@ -50,30 +48,35 @@ class PagedAttentionFunction:
                 "attention. Call the engine's methods, or close it first."
             )
         layer = cache.layer(layer_of(module))
-        scales = {"key_scale": layer.key_scale, "value_scale": layer.value_scale}
-        write_pages(_rows(key), _rows(value), layer.keys, layer.values, batch.slots[layer.group], **scales)
-        attend = partial(
-            paged_attention,
+        if torch.is_autocast_enabled(query.device.type):
+            kind = query.dtype if layer.key_scale is not None else layer.keys.dtype
+            with torch.autocast(query.device.type, enabled=False):
+                return self(module, query.to(kind), key.to(kind), value.to(kind), attention_mask, scaling, **options)
+        write_pages(
+            _rows(key),
+            _rows(value),
+            layer.keys,
+            layer.values,
+            batch.slots[layer.group],
+            key_scale=layer.key_scale,
+            value_scale=layer.value_scale,
+        )
+        alone = self._deterministic and query.device.type == "cpu"
+        how = AttentionOptions(
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            max_query=1 if alone else batch.shape.most_queries,
             window=layer.window,
             soft_cap=options.get("softcap"),
             sinks=options.get("s_aux"),
             deterministic=self._deterministic,
-            **scales,
+            key_scale=layer.key_scale,
+            value_scale=layer.value_scale,
         )
         rows, table = _rows(query), batch.tables[layer.group]
-        if self._deterministic and query.device.type == "cpu":
-            out = _one_by_one(attend, rows, layer, table, batch)
+        if alone:
+            out = _one_by_one(how, rows, layer, table, batch)
         else:
-            out = attend(
-                rows,
-                layer.keys,
-                layer.values,
-                table,
-                batch.starts,
-                batch.lengths,
-                max_query=batch.shape.most_queries,
-            )
+            out = paged_attention(rows, layer.keys, layer.values, table, batch.starts, batch.lengths, how)
         return out[None], None
 
 
@@ -85,9 +88,7 @@ def layer_of(module: nn.Module) -> int:
     return number
 
 
-def _one_by_one(
-    attend: Callable[..., Tensor], query: Tensor, layer: CachedLayer, table: Tensor, batch: Batch
-) -> Tensor:
+def _one_by_one(how: AttentionOptions, query: Tensor, layer: CachedLayer, table: Tensor, batch: Batch) -> Tensor:
     """Each query alone, because products on a processor have other bits together."""
     found: list[Tensor] = []
     for place, (count, context) in enumerate(zip(batch.counts, batch.contexts, strict=True)):
@@ -95,7 +96,8 @@ def _one_by_one(
             starts = torch.tensor([0, 1], dtype=torch.int32)
             lengths = torch.tensor([seen], dtype=torch.int32)
             one = query[len(found) : len(found) + 1]
-            found.append(attend(one, layer.keys, layer.values, table[place : place + 1], starts, lengths, max_query=1))
+            mine = table[place : place + 1]
+            found.append(paged_attention(one, layer.keys, layer.values, mine, starts, lengths, how))
     return torch.cat(found)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.config.inference import RaggedInferenceEngineConfig
+from deepspeed.config.inference import RaggedInferenceEngineConfig, idle_keys
 from deepspeed.errors import UsageError
 from deepspeed.generate import weights
 from deepspeed.generate.blocks import CacheGroup
@@ -24,8 +24,9 @@ from deepspeed.generate.guide import SchemaGuides
 from deepspeed.generate.loop import GenerationLoop, Guide
 from deepspeed.generate.runner import Runner
 from deepspeed.generate.sampler import Sampler
-from deepspeed.generate.scheduler import Scheduler, SchedulerConfig
+from deepspeed.generate.scheduler import ScheduleLimits, Scheduler
 from deepspeed.log import log_dist
+from deepspeed.memory.streaming import WeightStream
 from deepspeed.parallel.regions import GroupMembers
 
 _DRAFTED = 8
@@ -48,6 +49,7 @@ class EngineParts:
     eos_ids: frozenset[int]
     base_seed: int
     guides: SchemaGuides
+    stream: WeightStream | None
 
     def guide(self, schema: str | Mapping[str, Any], tokenizer: Any) -> Guide:
         """What lets a sequence follow a schema."""
@@ -56,10 +58,11 @@ class EngineParts:
 
 def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype | str, stack: ExitStack) -> EngineParts:
     """Load, split, round and adopt a model, take memory for its cache; `stack` undoes it."""
-    _refuse_tiers(config)
+    for line in idle_keys(config):
+        log_dist(line)
     device = weights.device_here()
     axis = _ranks(config.tensor_parallel.tp_size)
-    loaded = weights.load(source, config, dtype, device, axis)
+    loaded = weights.load(source, config, dtype, device, axis, stack)
     model = loaded.model
     if config.kernels and device.type == "cuda":
         weights.inject(model, stack, streamed=not config.deterministic)
@@ -75,38 +78,21 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
     plan = _agreed(plan_cache(entry.layers, manager, kind, device), axis)
     cache = PagedCache(entry.layers, plan, manager.block_size, device, entry.scales)
     stack.callback(cache.release)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_tokens_per_step=manager.max_ragged_batch_size,
-            max_sequences=manager.max_ragged_sequence_count,
-            max_context=context,
-            block_size=manager.block_size,
-            prefix_cache=manager.prefix_cache,
-        ),
-        plan.groups,
-        min(plan.host_blocks),
-    )
-    graphs = config.cuda_graphs and device.type == "cuda"
+    graphs = config.cuda_graphs and device.type == "cuda" and loaded.stream is None
+    places, tokens = manager.max_ragged_sequence_count, manager.max_ragged_batch_size
     width = -(-context // manager.block_size)
-    runner = Runner(
-        entry,
-        cache,
-        manager.max_ragged_sequence_count,
-        width,
-        most_tokens=manager.max_ragged_batch_size,
-        graphs=graphs,
-    )
+    runner = Runner(entry, cache, places, width, most_tokens=tokens, graphs=graphs)
     stack.callback(runner.clear)
     runner.warm_up()
-    loop = GenerationLoop(
-        scheduler, runner, cache, Sampler(text.vocab_size, device), asynchronous=device.type != "cpu", drafter=drafter
-    )
+    sampler = Sampler(text.vocab_size, device)
+    scheduler = _scheduler(config, context, plan)
+    loop = GenerationLoop(scheduler, runner, cache, sampler, asynchronous=device.type != "cpu", drafter=drafter)
     log_dist(
         f"{type(model).__name__} enters by {entry.how}; a cache of "
         f"{sum(group.blocks for group in plan.groups)} blocks of {manager.block_size} tokens; "
         + ("graphs of the device" if graphs and entry.captured else "no graphs")
     )
-    eos = _eos(model)
+    base_seed = _shared(random.SystemRandom().getrandbits(62), axis)
     return EngineParts(
         model,
         loaded.folder,
@@ -117,16 +103,26 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
         axis,
         text.vocab_size,
         context,
-        eos,
-        _shared(random.SystemRandom().getrandbits(62), axis),
+        _eos(model),
+        base_seed,
         SchemaGuides(),
+        loaded.stream,
     )
 
 
-def _refuse_tiers(config: RaggedInferenceEngineConfig) -> None:
-    given = sorted(config.memory.model_fields_set)
-    if given:
-        raise UsageError(f"memory.{given[0]}: an LLM holds its weights on the device; init_inference streams them")
+def _scheduler(config: RaggedInferenceEngineConfig, context: int, plan: CachePlan) -> Scheduler:
+    manager = config.state_manager
+    return Scheduler(
+        ScheduleLimits(
+            max_tokens_per_step=manager.max_ragged_batch_size,
+            max_sequences=manager.max_ragged_sequence_count,
+            max_context=context,
+            block_size=manager.block_size,
+            prefix_cache=manager.prefix_cache,
+        ),
+        plan.groups,
+        min(plan.host_blocks),
+    )
 
 
 def _ranks(size: int) -> GroupMembers | None:
@@ -177,7 +173,7 @@ def _drafter(
         return NgramDrafter(section.tokens)
     device, manager = weights.device_here(), config.state_manager
     plain = RaggedInferenceEngineConfig()
-    model = weights.load(section.model, plain, dtype, device, None).model
+    model = weights.load(section.model, plain, dtype, device, None, stack).model
     own = model.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
     if own != vocabulary:
         raise UsageError(

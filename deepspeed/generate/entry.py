@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.generate.attention import PagedAttentionFunction, layer_of
 from deepspeed.generate.batch import Batch
@@ -120,7 +121,7 @@ class InterfaceEntry:
         seen: dict[int, _Seen] = {}
         name = free_name("deepspeed_probe")
         undo = register_attention(name, _prober(self._model, seen, measure=eight_bits), None)
-        device = next(self._model.parameters()).device
+        device = torch.device(get_accelerator().current_device_name())
         config = self._model.config.get_text_config()  # type: ignore[union-attr,operator]
         count = _PROBE_TOKENS if eight_bits else 1
         ids = torch.arange(count, device=device) * 7919 % config.vocab_size
@@ -143,7 +144,7 @@ def _prober(model: nn.Module, seen: dict[int, _Seen], *, measure: bool) -> Calla
     kinds = getattr(config, "layer_types", None)
 
     def probe(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         name = type(module).__name__
         layer = layer_of(module)
@@ -151,7 +152,11 @@ def _prober(model: nn.Module, seen: dict[int, _Seen], *, measure: bool) -> Calla
             raise UsageError(
                 f"{name} cannot be served: the attention of layer {layer} runs more than once in a forward"
             )
-        if mask is not None or options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        if (
+            attention_mask is not None
+            or options.get("is_causal") is False
+            or getattr(module, "is_causal", True) is False
+        ):
             raise UsageError(f"{name} cannot be served: its attention is not causal, or has a mask of its own")
         window = options.get("sliding_window")
         if window is None and kinds is not None and layer < len(kinds) and kinds[layer] == "sliding_attention":
@@ -180,6 +185,7 @@ class CacheEntry:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        self._pads = True
         self.layers: tuple[LayerShape, ...] = ()
         self.scales: Scales = {}
 
@@ -187,7 +193,7 @@ class CacheEntry:
         pass  # nothing is registered
 
     def logits(self, batch: Batch, ids: Tensor, cache: PagedCache) -> Tensor:
-        return padded_logits(self._forward, batch, ids, cache)
+        return padded_logits(self._forward, batch, ids, cache, pads=self._pads)
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, past: PaddedCache | ProbeCache) -> Tensor:
         """Logits [rows, tokens, vocabulary]."""
@@ -199,15 +205,32 @@ class CacheEntry:
         return logits
 
     def probe(self, *, eight_bits: bool) -> None:
-        """Run one token to see which layers ask the cache, and with what."""
+        """Run a few tokens to see which layers ask the cache, and what the model makes of padding."""
         if "past_key_values" not in self._accepted:
             return
-        device = next(self._model.parameters()).device
         past = ProbeCache()
-        one = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        with torch.no_grad():
-            self._forward(one, one, torch.ones_like(one), past)
+        whole = self._probed([1, 2, 3], [1, 1, 1], past)
         self.layers = tuple(past.seen[layer] for layer in sorted(past.seen))
+        if not _alike(whole[:2], self._probed([1, 2], [1, 1], ProbeCache()), self._model.dtype):
+            raise UsageError(
+                f"{type(self._model).__name__} cannot be served: its attention is not causal, since a token changes "
+                "the logits of those before it."
+            )
+        padded = self._probed([0, 1, 2, 3], [0, 1, 1, 1], ProbeCache())[1:]
+        self._pads = _alike(whole, padded, self._model.dtype)
+
+    @torch.no_grad()
+    def _probed(self, tokens: list[int], mask: list[int], past: ProbeCache) -> Tensor:
+        """Logits [tokens, vocabulary] of one row."""
+        device = torch.device(get_accelerator().current_device_name())
+        ids, seen = (torch.tensor([each], device=device) for each in (tokens, mask))
+        return self._forward(ids, (seen.cumsum(1) - 1).clamp(min=0), seen, past)[0].float()
+
+
+def _alike(logits: Tensor, others: Tensor, dtype: Any) -> bool:
+    """Whether two computations of the same logits differ by rounding only."""
+    within = 1e-3 if dtype == torch.float32 else 5e-2
+    return bool((logits - others).abs().max() <= within * logits.std())
 
 
 def _refuse_by_kind(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from deepspeed.config.inference import RaggedInferenceEngineConfig, read_inferen
 from deepspeed.errors import UsageError
 from deepspeed.generate import weights
 from deepspeed.generate.build import EngineParts, build
-from deepspeed.generate.loop import SequenceUpdate, TopLogprobs
+from deepspeed.generate.loop import PromptScores, SequenceUpdate, TopLogprobs
 from deepspeed.generate.params import SamplingParams
 from deepspeed.generate.sampler import seed_of
 from deepspeed.generate.scheduler import QueueFull
@@ -34,7 +34,7 @@ class Token(NamedTuple):
     """A token of a request, as it became known."""
 
     uid: int
-    index: int
+    index: int  # type: ignore[assignment]
     """Which of the request's `n` continuations."""
     id: int
     """-1 where a continuation ended without a token."""
@@ -46,6 +46,8 @@ class Token(NamedTuple):
     """"stop", "length", "cancelled" or "error" with the last token."""
     cached_tokens: int
     prompt_tokens: int
+    prompt_scores: Sequence[PromptScores] = ()
+    """Of the whole prompt, with the first token of a request that asks for `prompt_logprobs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class _Request:
     prompt: list[int]
     params: SamplingParams
     parts: list[_Continuation]
+    scores: Sequence[PromptScores] = ()
 
     @property
     def ended(self) -> bool:
@@ -136,7 +139,7 @@ class LLM:
         progress: bool = True,
     ) -> list[Completion]:
         """Continue all prompts; completions come in the order of the prompts, those of one prompt by index."""
-        listed = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[list-item]
+        listed = _listed(prompts)
         each = [params] * len(listed) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(listed):
             raise UsageError(f"{len(each)} SamplingParams were given for {len(listed)} prompts; give one, or one each")
@@ -203,10 +206,12 @@ class LLM:
             for index in range(params.n)
         ]
         base = self._random.getrandbits(63) if params.seed is None else params.seed
+        guides = {}
+        if params.schema is not None:  # which may be refused, as may the sequences
+            tokenizer = self._tokenizer_for("schema")
+            guides = {sequence.uid: parts.guide(params.schema, tokenizer) for sequence in sequences}
         parts.loop.add(sequences, [seed_of(base, index) for index in range(params.n)])
-        if params.schema is not None:
-            for sequence in sequences:
-                parts.loop.guides[sequence.uid] = parts.guide(params.schema, self._tokenizer_for("schema"))
+        parts.loop.guides.update(guides)
         self._requests[uid] = _Request(ids, params, [_Continuation(each, self._text(params)) for each in sequences])
         self._prompt_tokens += len(ids)
         return uid
@@ -228,6 +233,7 @@ class LLM:
         """End a request and free its blocks; nothing happens if it has ended."""
         request = self._requests.pop(uid, None)
         for part in request.parts if request is not None else ():
+            self._open.loop.prompt_scores.pop(part.sequence.uid, None)
             if part.reason is None:
                 self._open.loop.finish(part.sequence.uid, "cancelled")
 
@@ -248,6 +254,7 @@ class LLM:
         tokens = update.tokens or (_NONE if ended else ())
         self._output_tokens += len(update.tokens)
         last, asked = len(tokens) - 1, request.params.logprobs is not None
+        scores = self._new_scores(request, sequence.uid) if tokens else ()
         part.logprobs += update.logprobs
         part.tops += update.tops
         found: list[Token] = []
@@ -263,13 +270,21 @@ class LLM:
             own, tops = (
                 (part.logprobs[at - last - 1], part.tops[at - last - 1]) if asked and token >= 0 else (None, None)
             )
-            facts = sequence.cached_tokens, len(request.prompt)
+            facts = sequence.cached_tokens, len(request.prompt), () if at else scores
             found.append(Token(sequence.request, sequence.index, token, text, own, tops, reason, *facts))
             if reason is not None:
                 part.reason = reason
                 if not ended:
                     self._open.loop.finish(sequence.uid, "stop")
                 break
+        return found
+
+    def _new_scores(self, request: _Request, uid: int) -> Sequence[PromptScores]:
+        """Those of the prompt, once; a sequence that was preempted computes them again."""
+        found = self._open.loop.prompt_scores.pop(uid, ())
+        if request.scores:
+            return ()
+        request.scores = found
         return found
 
     def _shown(self, part: _Continuation, token: int, reason: str | None) -> str:
@@ -285,7 +300,7 @@ class LLM:
         scores: list[float | None] | None = None
         if request.params.prompt_logprobs is not None:
             scores = [None] * len(request.prompt)
-            for scored in self._open.loop.prompt_scores.pop(request.parts[0].sequence.uid, ()):
+            for scored in request.scores:
                 scores[scored.start : scored.start + len(scored.logprobs)] = scored.logprobs
         asked = request.params.logprobs is not None
         return [
@@ -375,8 +390,11 @@ class LLM:
             self._open.cache.allocate()
 
     def _drain(self) -> None:
+        """Finish the step that runs; weights that stream are where they rest then."""
         for update in self._open.loop.drain():
             self._unclaimed += [token for token in self._tokens(update) if token.uid not in self._claimed]
+        if self._open.stream is not None:
+            self._open.stream.park()
 
     def stats(self) -> dict[str, Any]:
         """Counts of now and sums since the start, for monitors."""
@@ -409,9 +427,10 @@ class LLM:
         self.close()
 
 
-def _is_one(prompts: Any) -> bool:
-    """Whether it is one prompt: text, or token ids."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _listed(prompts: Any) -> list[Prompt]:
+    """One prompt, text or token ids, as a list of one."""
+    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if one else list(prompts)
 
 
 def _tokenizer(given: Any, folder: Any) -> Any:
@@ -431,7 +450,8 @@ class _Progress:
     """A bar of finished requests on a terminal."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
-        self._total, self._shown, self._close = total, shown, None
+        self._total, self._shown = total, shown
+        self._close: Callable[[], None] | None = None
         self.advance: Callable[[], None] = lambda: None
 
     def __enter__(self) -> _Progress:
@@ -445,7 +465,7 @@ class _Progress:
                 bar.start()
                 task = bar.add_task("Generating", total=self._total)
                 self.advance = lambda: bar.advance(task)
-                self._close = bar.stop  # type: ignore[assignment]
+                self._close = bar.stop
         return self
 
     def __exit__(self, *_: object) -> None:

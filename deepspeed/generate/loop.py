@@ -302,8 +302,7 @@ def _position(work: ScheduledWork, at: int) -> int:
 def _may_guess(sequence: Generated) -> bool:
     """Penalties and a fewest number of tokens would change with each guess."""
     params = sequence.params
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    return penalties == (1, 0, 0) and not params.min_tokens and len(sequence.tokens) > sequence.prompt_length
+    return not params.penalised and not params.min_tokens and len(sequence.tokens) > sequence.prompt_length
 
 
 def _to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:

@@ -74,17 +74,19 @@ class PaddedCache(_TransformersCache):
         return found[0], found[1]
 
 
-def padded_logits(forward: Forward, batch: Batch, ids: Tensor, cache: PagedCache) -> Tensor:
+def padded_logits(forward: Forward, batch: Batch, ids: Tensor, cache: PagedCache, *, pads: bool) -> Tensor:
     """Logits of the tokens that a batch wants: one forward for neighbours of as many new tokens.
 
-    In this order, because a sequence may share blocks that one before it fills.
+    In this order, because a sequence may share blocks that one before it fills. `pads`: whether the model ignores
+    padding; else the neighbours have equal contexts, too.
     """
     device, size = ids.device, cache.block_size
     counts = torch.tensor(batch.counts)
     first = counts.cumsum(0) - counts
     contexts = torch.tensor(batch.contexts)
     whole: Tensor | None = None
-    for count, held in itertools.groupby(range(len(batch.counts)), batch.counts.__getitem__):
+    alike = list(zip(batch.counts, batch.contexts if not pads else batch.counts, strict=True))
+    for (count, _), held in itertools.groupby(range(len(alike)), alike.__getitem__):
         chosen = torch.tensor(list(held))
         at = (first[chosen, None] + torch.arange(count)).to(device)  # [rows, count] in the row of all tokens
         lengths = contexts[chosen, None]

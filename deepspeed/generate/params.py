@@ -55,6 +55,11 @@ class SamplingParams:
         """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens depend on how often they occurred."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
     def _check_numbers(self) -> None:
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1)

@@ -8,7 +8,6 @@ import numpy
 import torch
 from torch import Tensor
 
-from deepspeed.generate.params import SamplingParams
 from deepspeed.generate.sequence import Sequence as Sampled
 from deepspeed.ops.generate.sampling import SampleResult, SamplingTensors, sample
 
@@ -113,7 +112,7 @@ class Sampler:
     def _remember(self, sequences: Sequence[Sampled]) -> None:
         """Keep on the device what sequences with penalties have said, from their first draw on."""
         for sequence in sequences:
-            if _penalised(sequence.params) and sequence.uid not in self._counts:
+            if sequence.params.penalised and sequence.uid not in self._counts:
                 self._counts[sequence.uid] = self._counted(sequence.generated).int()
                 self._prompts[sequence.uid] = self._counted(sequence.tokens[: sequence.prompt_length]) > 0
 
@@ -148,11 +147,7 @@ def plainly_greedy(sequence: Sampled) -> bool:
     """Whether the largest logit is the next token, and nothing else is asked for."""
     params = sequence.params
     plain = params.logprobs is None and params.schema is None and not params.logit_bias and not params.min_tokens
-    return params.greedy and plain and not _penalised(params)
-
-
-def _penalised(params: SamplingParams) -> bool:
-    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+    return params.greedy and plain and not params.penalised
 
 
 def _too_short(sequence: Sampled, position: int) -> bool:

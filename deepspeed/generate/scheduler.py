@@ -17,10 +17,10 @@ __all__ = [
     "Progress",
     "QueueFull",
     "RequestTooLarge",
+    "ScheduleLimits",
     "ScheduledStep",
     "ScheduledWork",
     "Scheduler",
-    "SchedulerConfig",
     "SchedulerStats",
 ]
 
@@ -36,7 +36,7 @@ class QueueFull(DeepSpeedError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
+class ScheduleLimits:
     """Limits of the schedule."""
 
     max_tokens_per_step: int = 768
@@ -118,7 +118,7 @@ class Scheduler:
     first is never preempted. As each fits in the empty cache, the first always progresses, so that all of them end.
     """
 
-    def __init__(self, config: SchedulerConfig, groups: Iterable[CacheGroup], host_blocks: int = 0) -> None:
+    def __init__(self, config: ScheduleLimits, groups: Iterable[CacheGroup], host_blocks: int = 0) -> None:
         """`host_blocks`: of each group, for blocks that leave the device."""
         self.config = config
         self._cache = BlockCache(groups, config.block_size, host_blocks, config.salt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.pretrained import fill, stored_as, take_place, values_from
+from deepspeed.checkpoint.pretrained import Empty, fill, stored_as, take_place, values_from
 from deepspeed.config.inference import RaggedInferenceEngineConfig
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.errors import UsageError
@@ -23,6 +23,7 @@ from deepspeed.fusion.packed_linear import PackedProduct, WeightPacking, pack_li
 from deepspeed.fusion.streamed import find_streams
 from deepspeed.log import log_dist
 from deepspeed.memory.host import ParkedStorages
+from deepspeed.memory.streaming import StreamSettings, StreamUnit, WeightStream, stream_weights
 from deepspeed.parallel.regions import RankGroup
 from deepspeed.tensor_parallel import cuts_of
 from deepspeed.tensor_parallel.build import split
@@ -46,6 +47,8 @@ class LoadedModel:
 
     model: nn.Module
     folder: Path | None
+    stream: WeightStream | None = None
+    """What brings weights that are not on the device."""
 
 
 def load(
@@ -54,9 +57,11 @@ def load(
     dtype: torch.dtype | str,
     device: torch.device,
     axis: RankGroup | None,
+    undo: ExitStack,
 ) -> LoadedModel:
     """A model from a path or a module: this rank's part of it, in its dtype, rounded if the config says so."""
-    kind = dtype_of(dtype)
+    kind, tiers = dtype_of(dtype), config.memory.device is not None
+    empty: Empty = {}
     if isinstance(source, nn.Module):
         model, folder = source, None
         if kind is not None:
@@ -65,12 +70,25 @@ def load(
             split(model, axis, TPTrainingConfig(autotp_size=axis.size))
     else:
         folder = _folder(source)
-        model = _read(folder, kind, axis)
-    model.eval().requires_grad_(False)
-    if config.quantization.quantization_mode is not None:
-        _pack(model, config)
-    model.to(device)
-    return LoadedModel(model, folder)
+        model, empty = _read(folder, kind, axis, later=tiers)
+    model.eval()
+    if folder is not None or tiers:
+        model.requires_grad_(False)
+    packing = _Packing(model, config)
+
+    def ready(unit: StreamUnit) -> None:
+        own = {each: empty[each] for each in unit.tensors() if isinstance(each, nn.Parameter) and each in empty}
+        fill(model, own, {} if axis is None else cuts_of(model, axis.rank))
+        packing.add(unit.modules)
+
+    stream = None
+    if tiers:
+        stream = stream_weights(model, StreamSettings(config.memory), device, ready, undo)
+    else:
+        packing.add([""])
+        model.to(device)
+    packing.told()
+    return LoadedModel(model, folder, stream)
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype | None:
@@ -98,51 +116,76 @@ def _folder(source: Any) -> Path:
         ) from error
 
 
-def _read(folder: Path, dtype: torch.dtype | None, axis: RankGroup | None) -> nn.Module:
+def _read(folder: Path, dtype: torch.dtype | None, axis: RankGroup | None, *, later: bool) -> tuple[nn.Module, Empty]:
+    """The model, and its parameters that wait for their values; `later`: all of them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder)
     kind = dtype or getattr(config.get_text_config(), "dtype", None) or torch.float32
-    if axis is None or getattr(config, "quantization_config", None) is not None:
-        if axis is not None:
-            raise UsageError(
-                f"{folder} holds weights that Transformers has quantised; {axis.size} ranks cannot share them. "
-                "Set tensor_parallel.tp_size to 1."
-            )
+    quantised = getattr(config, "quantization_config", None) is not None
+    if quantised and (axis is not None or later):
+        key = "memory.device" if later else "tensor_parallel.tp_size"
+        raise UsageError(
+            f"{folder} holds weights that Transformers has quantised; they cannot be split, nor be streamed. Leave "
+            f"{key} out."
+        )
+    if axis is None and not later:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
-        return model
+        return model, {}
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=kind)
     values_from(model, folder)
     empty = take_place(model)
-    split(model, axis, TPTrainingConfig(autotp_size=axis.size))
-    fill(model, empty, cuts_of(model, axis.rank))
-    return model
+    if axis is not None:
+        split(model, axis, TPTrainingConfig(autotp_size=axis.size))
+    if not later:
+        fill(model, empty, cuts_of(model, axis.rank) if axis is not None else {})
+    return model, empty
 
 
-def _pack(model: nn.Module, config: RaggedInferenceEngineConfig) -> None:
-    """Round the weights layer by layer, before they go to the device: it never holds them in the model's dtype."""
-    section = config.quantization
-    assert section.quantization_mode is not None, "this was asked before"
-    packing = WeightPacking(section.quantization_mode, section.group_size, section.symmetric, tuple(section.exclude))
-    done, left = pack_linears(model, packing)
-    if not done:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:3]) or "there are none"
-        raise UsageError(f"quantization: no linear layer of {type(model).__name__} could be packed ({reasons})")
-    log_dist(f"quantization: {len(done)} linear layers hold {section.quantization_mode}, {len(left)} keep their dtype")
+class _Packing:
+    """Rounds weights, part of a model by part, before they go to the device: it never holds them in their dtype."""
+
+    def __init__(self, model: nn.Module, config: RaggedInferenceEngineConfig) -> None:
+        self._model, self._section = model, config.quantization
+        self._done: list[str] = []
+        self._left: dict[str, str] = {}
+
+    def add(self, inside: Collection[str]) -> None:
+        """Round the layers inside of these modules."""
+        section = self._section
+        if section.quantization_mode is not None:
+            packing = WeightPacking(
+                section.quantization_mode, section.group_size, section.symmetric, tuple(section.exclude)
+            )
+            done, left = pack_linears(self._model, packing, inside=inside)
+            self._done += done
+            self._left |= left
+
+    def told(self) -> None:
+        """Log what was rounded; nothing at all is an error."""
+        mode, left = self._section.quantization_mode, self._left
+        if mode is None:
+            return
+        if not self._done:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:3]) or "there are none"
+            raise UsageError(
+                f"quantization: no linear layer of {type(self._model).__name__} could be packed ({reasons})"
+            )
+        log_dist(f"quantization: {len(self._done)} linear layers hold {mode}, {len(left)} keep their dtype")
 
 
-def inject(model: nn.Module, undo: ExitStack, *, streamed: bool) -> None:
-    """Let modules compute by fused kernels, where the device has them; told once."""
+def inject(model: nn.Module, undo: ExitStack, *, streamed: bool, logged: bool = True) -> None:
+    """Let modules compute by fused kernels, where the device has them; a table lists them, if `logged`."""
     found = list(find(model, _KINDS, serves="infer"))
     put(found, undo)
     if streamed:
         few = [FusionFinding("stream", name, type(each).__name__, swap) for name, each, swap in find_streams(model)]
         put(few, undo)
         found += few
-    if found:
+    if found and logged:
         log_dist("Fused kernels\n" + "\n".join(lines(found)))
 
 

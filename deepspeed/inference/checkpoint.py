@@ -84,11 +84,21 @@ def _folder(path: Path) -> Path | SlicedFiles:
     """A folder of safetensors as it is; one of older files by its index."""
     if any(path.glob("*.safetensors")):
         return path
-    files = sorted(each for pattern in ("pytorch_model*.bin", "mp_rank_*") for each in path.glob(pattern))
+    files = sorted(path.glob("pytorch_model*.bin")) or [_of_megatron(each) for each in sorted(path.glob("mp_rank_*"))]
     if not files:
         raise UsageError(f"checkpoint: {path} has no files of safetensors, pytorch_model*.bin or mp_rank_*")
     tensors = [_tensors(file) for file in files]
-    return SlicedFiles({}, tensors) if files[0].name.startswith("mp_rank") else SlicedFiles(_together(tensors))
+    return SlicedFiles(_together(tensors)) if files[0].suffix == ".bin" else SlicedFiles({}, tensors)
+
+
+def _of_megatron(path: Path) -> Path:
+    """The weights of a rank: a file of DeepSpeed's, or the one in a folder of Megatron's."""
+    if not path.is_dir():
+        return path
+    found = sorted(path.glob("model*.pt"))
+    if not found:
+        raise CheckpointError(f"checkpoint: the folder {path} has no file model*.pt")
+    return found[0]
 
 
 def _described(about: Mapping[str, Any], base: Path, *, strict: bool) -> SlicedFiles:

@@ -16,8 +16,8 @@ from deepspeed.config.inference import DeepSpeedInferenceConfig, idle_keys, read
 from deepspeed.config.read import ConfigSource
 from deepspeed.errors import UsageError
 from deepspeed.generate.graphs import GraphedModule
+from deepspeed.generate.paged import PagedGenerate
 from deepspeed.inference.modules import parts_of
-from deepspeed.inference.paged import PagedGenerate
 from deepspeed.inference.prepare import prepare
 from deepspeed.log import log_dist
 from deepspeed.transformers.replacement import put_whole, replacement
@@ -66,8 +66,9 @@ class InferenceEngine(nn.Module):
         self.module = model
         for line in idle_keys(self._config):
             log_dist(line)
-        self._graphs = _graphs(model, self._config)
-        self._paged = _paged(model, self._config)
+        streams = self._prepared.stream is not None
+        self._graphs = None if streams else _graphs(model, self._config)
+        self._paged = _paged(model, self._config, streams=streams)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -170,18 +171,18 @@ class InferenceEngine(nn.Module):
 def _attach(part: nn.Module, config: DeepSpeedInferenceConfig) -> None:
     """Prepare a part of a pipeline object in place; graphs run before its own forward."""
     with ExitStack() as stack:
-        prepare(part, config, stack)
+        made = prepare(part, config, stack)
         stack.pop_all()
-    graphs = _graphs(part, config)
+    graphs = _graphs(part, config) if made.stream is None else None
     if graphs is not None:
         own = replacement(part) or type(part).forward
         put_whole(part, lambda module, *args, **kwargs: graphs(partial(own, module), *args, **kwargs))
 
 
-def _paged(model: nn.Module, config: DeepSpeedInferenceConfig) -> PagedGenerate | None:
+def _paged(model: nn.Module, config: DeepSpeedInferenceConfig, *, streams: bool) -> PagedGenerate | None:
     """What generates text for models of Transformers; None for others."""
     generates = callable(getattr(model, "generate", None)) and hasattr(model, "generation_config")
-    return PagedGenerate(model, config) if generates else None
+    return PagedGenerate(model, config, streams=streams) if generates else None
 
 
 def _graphs(model: nn.Module, config: DeepSpeedInferenceConfig) -> GraphedModule | None:

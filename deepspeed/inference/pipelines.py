@@ -126,7 +126,7 @@ def pipeline(model: Any, task: str = TEXT_GENERATION, **keys: Any) -> Pipeline |
         return Pipeline(LLM(model, **keys))
     import transformers
 
-    from deepspeed._api import init_inference
+    from deepspeed.inference.engine import init_inference
 
     make: Any = transformers.pipeline  # overloaded for each task
     made = make(task, model=model, trust_remote_code=False)

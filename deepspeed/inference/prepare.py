@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,10 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.pretrained import Empty, fill, take_place, values_from
 from deepspeed.config.inference import DeepSpeedInferenceConfig, QuantTypeEnum, WeightQuantConfig
+from deepspeed.config.memory import MemoryConfig
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.config.schema import Schema
+from deepspeed.config.zero import OffloadDeviceEnum
 from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable, UsageError
 from deepspeed.fragments import DimSplit
 from deepspeed.fusion.build import find, lines, put
@@ -25,9 +27,11 @@ from deepspeed.fusion.packed_linear import WeightPacking, pack_linears, rounding
 from deepspeed.inference.checkpoint import SlicedFiles, fill_slices, find_files, save_slices, splits_for
 from deepspeed.inference.modules import KINDS, mark_blocks
 from deepspeed.log import log_dist, print_dist
+from deepspeed.memory.streaming import StreamSettings, StreamUnit, WeightStream, stream_weights
 from deepspeed.moe.auto_ep import spread_blocks
 from deepspeed.moe.placement import cuts_of_experts, spread_experts
 from deepspeed.parallel import ParallelLayout
+from deepspeed.parallel.hierarchy import local_ranks
 from deepspeed.parallel.regions import GroupMembers, RankGroup
 from deepspeed.parallel.rng import sync_generators
 from deepspeed.precision.cast import cast_module
@@ -35,6 +39,7 @@ from deepspeed.tensor_parallel import cuts_of, split, splits_of
 from deepspeed.zero.birth.placement import rank_device
 
 _QKV = r"(.*\.)?(q_proj|k_proj|v_proj|qkv|qkv_proj|query|key|value|query_key_value|c_attn|Wqkv|q|k|v)$"
+_NO_LIMIT = 2**62
 
 
 @dataclass
@@ -50,16 +55,19 @@ class Prepared:
     """The names of quantised layers."""
     fused: list[str] = field(default_factory=list)
     """The names of what fused kernels compute."""
+    stream: WeightStream | None = None
+    """What brings weights that are not on the device; None where all are."""
 
 
 def prepare(model: nn.Module, config: DeepSpeedInferenceConfig, stack: ExitStack) -> Prepared:
     """Change the model in place; `stack` takes back what can be."""
-    _refuse_streaming(config)
     device = rank_device()[1]
     made = Prepared(device, compute_dtype(model, config))
+    settings = stream_settings(config, made.dtype)
     layout, made.axis = _ranks(config, stack)
     files = find_files(config)
     _make_empty(model, config, files)
+    cast_module(model, made.dtype)
     section = tp_section(model, config, 1 if made.axis is None else made.axis.size)
     written: dict[str, DimSplit] = {}
     if isinstance(files, SlicedFiles) and files.slices and not files.splits:
@@ -70,34 +78,59 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig, stack: ExitStack
         values_from(model, files if isinstance(files, Path) else files.whole)
         empty = take_place(model)
     _split(model, config, section, made, layout)
-    _fill(model, empty, files, written, made.axis)
-    cast_module(model, made.dtype)
+    packed = _Packed(model, config)
+
+    def ready(unit: StreamUnit) -> None:
+        own = {each: empty.pop(each) for each in unit.tensors() if isinstance(each, nn.Parameter) and each in empty}
+        _fill(model, own, files, written, made.axis)
+        packed.add(unit.modules)
+
+    if settings is None:
+        _fill(model, empty, files, written, made.axis)
     if config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path:
         _save(model, config, made.axis)
     if layout is not None:
         spread_experts(model, layout, stack, data_first=False)
-    made.packed = quantise(model, config)
-    model.to(device)
+    if settings is None:
+        packed.add([""])
+        model.to(device)
+    else:
+        made.stream = stream_weights(model, settings, device, ready, stack)
+    made.packed = packed.told()
     if config.replace_with_kernel_inject or config.use_triton:
         made.fused = inject(model, stack)
     model.eval()
     return made
 
 
-def _refuse_streaming(config: DeepSpeedInferenceConfig) -> None:
-    memory = config.ragged.memory if config.ragged is not None else None
-    asked = {
+def stream_settings(config: DeepSpeedInferenceConfig, dtype: torch.dtype) -> StreamSettings | None:
+    """Where weights may live; None: on the device."""
+    memory = config.ragged.memory if config.ragged is not None else MemoryConfig()
+    offload = config.zero.offload_param if config.zero.offloads_parameters else None
+    given = {
         "keep_module_on_host": config.keep_module_on_host,
-        "zero.offload_param": config.zero.offloads_parameters,
-        "ragged.memory": memory is not None and (memory.device is not None or memory.host is not None),
+        "zero.offload_param": offload is not None,
+        "ragged.memory.device": memory.device is not None,
     }
-    for key, on in asked.items():
+    asked = [name for name, on in given.items() if on]
+    if not asked:
+        return None
+    if given["ragged.memory.device"] and len(asked) > 1:
+        raise DeepSpeedConfigError(f"{' and '.join(asked)} both say where weights live; keep one", path=asked[0])
+    others = {
+        "moe.ep_size": config.moe.enabled and config.moe.ep_size > 1,
+        "save_mp_checkpoint_path": config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path,
+    }
+    for name, on in others.items():
         if on:
-            raise FeatureUnavailable(
-                f"{key}: layers that stream from host memory or disk (ZeRO-Inference) are not part of this version "
-                "yet; remove the key, share layers over ranks (tensor_parallel) or hold weights in fewer bits (quant)",
-                path=key,
-            )
+            raise DeepSpeedConfigError(f"{name} is not possible with {asked[0]}; leave one of them out", path=name)
+    if memory.device is not None:
+        return StreamSettings(memory)
+    limits: dict[str, Any] = {"device": 0}
+    if offload is not None and offload.device is OffloadDeviceEnum.nvme:
+        in_memory = int(offload.max_in_cpu) * dtype.itemsize * local_ranks()
+        limits |= {"host": in_memory, "disk": _NO_LIMIT, "path": offload.nvme_path}
+    return StreamSettings(MemoryConfig.model_validate(limits), offload is None or offload.pin_memory)
 
 
 def compute_dtype(model: nn.Module, config: DeepSpeedInferenceConfig) -> torch.dtype:
@@ -240,18 +273,39 @@ def packing_of(
     weight: WeightQuantConfig, rounded: Callable[..., Any] | None, exclude: tuple[str, ...]
 ) -> WeightPacking:
     """How `quant.weight` asks weights to be held."""
-    if weight.q_groups > 1:
-        raise DeepSpeedConfigError(
-            f"quant.weight.q_groups is {weight.q_groups}: groups of a row have 128 columns or a multiple of it here; "
-            "name them by quant.weight.post_init_quant (group_size) or ragged.quantization.group_size",
-            path="quant.weight.q_groups",
-        )
     mode, size = ("w8a16", 0) if weight.num_bits == 8 else ("w4a16", 128)
-    return WeightPacking(mode, size, weight.q_type is QuantTypeEnum.sym, exclude, rounded)
+    return WeightPacking(mode, size, weight.q_type is QuantTypeEnum.sym, exclude, rounded, weight.q_groups)
 
 
-def quantise(model: nn.Module, config: DeepSpeedInferenceConfig) -> list[str]:
-    """Round weights and inputs of linear layers as the config asks: the names of layers."""
+class _Packed:
+    """Rounds weights and inputs of linear layers as a config asks."""
+
+    def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
+        self._model = model
+        self._packing, self._own = packings(config)
+        self._done: list[str] = []
+        self._left: dict[str, str] = {}
+
+    def add(self, inside: Collection[str]) -> None:
+        """Round the layers inside of these modules."""
+        if self._packing is not None:
+            done, left = pack_linears(self._model, self._packing, self._own, inside)
+            self._done += done
+            self._left |= left
+
+    def told(self) -> list[str]:
+        """The names of rounded layers, which are logged."""
+        if self._packing is not None:
+            reasons = sorted({reason for reason in self._left.values() if reason != "excluded"})
+            log_dist(
+                f"quantisation: {len(self._done)} linear layers hold their weights as {self._packing.mode}, "
+                f"{len(self._left)} keep them" + (f" ({'; '.join(reasons)})" if reasons else "")
+            )
+        return self._done
+
+
+def packings(config: DeepSpeedInferenceConfig) -> tuple[WeightPacking | None, dict[str, WeightPacking]]:
+    """How weights are rounded, None for not at all; and parts of names → another way."""
     quant, ragged = config.quant, config.ragged.quantization if config.ragged is not None else None
     given = quant.enabled and "weight" in quant.model_fields_set and quant.weight.enabled
     inputs = quant.enabled and "activation" in quant.model_fields_set and quant.activation.enabled
@@ -269,7 +323,7 @@ def quantise(model: nn.Module, config: DeepSpeedInferenceConfig) -> list[str]:
     elif config.dtype is torch.int8 or given or inputs:
         packing = packing_of(quant.weight, rounded, exclude)
     else:
-        return []
+        return None, {}
     own = {
         part: WeightPacking(
             "w4a16" if int(how.get("num_bits", 8)) == 4 else "w8a16",
@@ -279,13 +333,7 @@ def quantise(model: nn.Module, config: DeepSpeedInferenceConfig) -> list[str]:
         )
         for part, how in quant.weight.post_init_quant.items()
     }
-    done, left = pack_linears(model, packing, own)
-    reasons = sorted({reason for reason in left.values() if reason != "excluded"})
-    log_dist(
-        f"quantisation: {len(done)} linear layers hold their weights as {packing.mode}, {len(left)} keep them"
-        + (f" ({'; '.join(reasons)})" if reasons else "")
-    )
-    return done
+    return packing, own
 
 
 def inject(model: nn.Module, stack: ExitStack) -> list[str]:

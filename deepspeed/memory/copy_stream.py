@@ -32,6 +32,9 @@ class PendingCopy:
     def join(self) -> None:
         """What is queued from now on runs after the copy."""
 
+    def wait(self) -> None:
+        """Return once the copy is done."""
+
 
 class CopyStream:
     """Runs copies, first come first served; this one among what computes, which waits for them."""
@@ -57,6 +60,9 @@ class _CopyOnStream(PendingCopy):
         accelerator = get_accelerator()
         with accelerator.device(self._index):
             self._event.wait(accelerator.current_stream())
+
+    def wait(self) -> None:
+        self._event.synchronize()
 
 
 class DeviceCopyStream(CopyStream):

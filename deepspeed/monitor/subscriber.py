@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.events import EventStream, ExpertsUsed, Phase, StepFinished, Subscription
+from deepspeed.events import EventStream, ExpertsUsed, Phase, RolloutCompared, StepFinished, Subscription
 from deepspeed.monitor.monitor import Monitor, writes_here
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "Train/Samples/"
 _EXPERTS = "Train/Experts/"
+_ROLLOUT = "Train/Rollout/logprob_gap_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class MonitorSubscriber:
             subscription: Subscription = events.subscribe(StepFinished, self._step_finished)
             self._subscriptions.callback(subscription.close)
             self._subscriptions.callback(events.subscribe(ExpertsUsed, self._experts_used).close)
+            self._subscriptions.callback(events.subscribe(RolloutCompared, self._rollout_compared).close)
             if self._times is not None:
                 self._subscriptions.callback(self._times.listen(self._step_timed).close)
         return self
@@ -96,6 +98,12 @@ class MonitorSubscriber:
             metrics.append((f"{name}dropped", use.dropped / max(total, 1), event.samples))
             metrics += [(f"{name}load/{number}", load, event.samples) for number, load in enumerate(use.loads)]
         self._monitor.write_events(metrics)
+
+    def _rollout_compared(self, event: RolloutCompared) -> None:
+        self.flush()
+        self._monitor.write_events(
+            [(f"{_ROLLOUT}mean", event.mean, event.samples), (f"{_ROLLOUT}max", event.largest, event.samples)]
+        )
 
     def _step_timed(self, event: StepFinished, milliseconds: Mapping[Phase, float]) -> None:
         self.flush()  # steps are written in order: some services drop a step that is older than the last one

@@ -51,6 +51,7 @@ _FAMILIES = (
     "deepspeed.ops.model.linear",
     "deepspeed.ops.model.rotary",
     "deepspeed.ops.model.linear_loss",
+    "deepspeed.ops.codecs.rows",
     "deepspeed.ops.fp8.quantise",
     "deepspeed.ops.fp8.linear",
     "deepspeed.ops.generate.attention",

@@ -81,6 +81,18 @@ def hpz_split(axis: Axis, partition_size: int) -> AxisLevels:
     return split(axis, size)
 
 
+def mics_split(axis: Axis, shard_size: int) -> AxisLevels:
+    """The shard groups of MiCS, runs of `shard_size` neighbours, and the ranks that hold equal shards."""
+    if not 1 < shard_size <= axis.size or axis.size % shard_size:
+        divisors = ", ".join(str(size) for size in range(2, axis.size + 1) if axis.size % size == 0) or "none"
+        raise LayoutError(
+            f"zero_optimization.mics_shard_size is {shard_size}, and {axis.size} ranks of axis {axis.name!r} share "
+            f"parameters. Use a divisor of these above 1 ({divisors}), or -1 for no MiCS; on one rank remove the key, "
+            "and for whole copies on each rank use zero_optimization.stage 0."
+        )
+    return split(axis, shard_size)
+
+
 def _levels(axis: Axis, runs: list[list[Ranks]]) -> AxisLevels:
     intra = tuple(run for group in runs for run in group)
     inter = tuple(places for group in runs for places in zip(*group, strict=True))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.config.schema import Schema
+from deepspeed.data.pacing import NumberedBlocks
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, LayoutError, UsageError
 from deepspeed.log import log_dist
 from deepspeed.moe.auto_ep import Opened as OpenedExperts
@@ -90,6 +91,14 @@ class PipelineKind(ModelKind):
 
     def stages(self) -> tuple[int, ...]:
         return tuple(self.module.stages)
+
+    def blocks(self) -> NumberedBlocks:
+        if self.module.cut is None:
+            raise UsageError(
+                "progressive_layer_drop.drop_blocks needs the blocks of a model of Transformers; this pipeline is a "
+                "row of layers. Remove the key, and let these layers drop themselves"
+            )
+        return self.module.cut.numbered_blocks()
 
     def counted_elsewhere(self) -> frozenset[int]:
         return frozenset(self.module.ties.counted_elsewhere())

@@ -15,6 +15,7 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.comm import Pending
+from deepspeed.data.pacing import Pacing
 from deepspeed.errors import CommError, DeepSpeedConfigError, PipelineError, UsageError
 from deepspeed.events import Phase, PhaseFailed
 from deepspeed.log import log_dist, warn_once
@@ -63,8 +64,8 @@ class BatchSource:
         if callable(getattr(self._source, "load_state_dict", None)):
             self._iterator = None
 
-    def take(self, count: int) -> list[Batch]:
-        """So many micro-batches, or fewer at the end of the data; nothing where they are not needed."""
+    def take(self, count: int, pacing: Pacing | None = None) -> list[Batch]:
+        """So many micro-batches, or fewer at the end of the data, as long as `pacing` says; nothing if not needed."""
         if not self.needed:
             return []
         if self._source is None:
@@ -87,7 +88,7 @@ class BatchSource:
                 batches.append(self._pair(next(self._iterator)))
             except StopIteration:
                 break
-        return batches
+        return batches if pacing is None else list(map(pacing.cut, batches))
 
     def lend(self, iterator: Iterator[Any] | Iterable[Any] | None) -> BatchSource:
         """Another source with the same batch function, for an evaluation."""
@@ -276,6 +277,8 @@ class PipelineEngine(DeepSpeedEngine):
         if self._parts.moved:
             self._must_be_here("engine.train_batch()", trains=True, steps=True)
         self.train()
+        if self._parts.pacing is not None and self._parts.pacing.enter(self.global_steps, self.global_steps):
+            self.reset_activation_shape()
         self._look_for_unfrozen()
         results = self._play(self._plan(count), *self._load(self._feed, "train_batch()", count))
         self.module.ties.reduce(self._parts.reducer.change_unreduced)
@@ -352,7 +355,7 @@ class PipelineEngine(DeepSpeedEngine):
         error: Exception | None = None
         batches: list[Batch] = []
         try:
-            batches = feed.take(count)
+            batches = feed.take(count, self._parts.pacing if feed is self._feed else None)
         except Exception as caught:  # noqa: BLE001 - the data is the script's; the error is raised on all ranks
             error = caught
         return batches, self._accord.begin(what, count, len(batches) if feed.needed else None, error)

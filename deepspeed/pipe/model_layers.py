@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.data.pacing import NumberedBlocks
 from deepspeed.errors import UsageError
 from deepspeed.tensor_parallel.loss import SplitLogits
 from deepspeed.zero.parameters.nested_tensors import tensors_in
@@ -365,6 +366,10 @@ class ModelCut:
 
     def blocks(self) -> tuple[nn.Module, ...]:
         return tuple(self._list.children())
+
+    def numbered_blocks(self) -> NumberedBlocks:
+        """Those of this rank, by their numbers in the whole model."""
+        return NumberedBlocks([(int(name), block) for name, block in self._list.named_children()], self.outline.count)
 
     def knows(self, name: str) -> bool:
         """Whether a tensor of the whole model has this name."""

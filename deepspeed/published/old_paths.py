@@ -35,11 +35,18 @@ MOVED: dict[str, str] = {
     ),
     "deepspeed.runtime.domino.transformer": "deepspeed.tensor_parallel.domino",
     "deepspeed.runtime.fp16.loss_scaler": "deepspeed.precision.loss_scaler",
+    "deepspeed.runtime.fp16.onebit": "deepspeed.ops.onebit",
+    "deepspeed.runtime.fp16.onebit.adam": "deepspeed.ops.onebit.adam",
+    "deepspeed.runtime.fp16.onebit.lamb": "deepspeed.ops.onebit.lamb",
+    "deepspeed.runtime.fp16.onebit.zoadam": "deepspeed.ops.onebit.zoadam",
+    "deepspeed.runtime.hybrid_engine": "deepspeed.hybrid.engine",
     "deepspeed.runtime.pipe.dualpipev": "deepspeed.pipe.engine",
     "deepspeed.runtime.pipe.engine": "deepspeed.pipe.engine",
     "deepspeed.runtime.pipe.module": "deepspeed.pipe.module",
     "deepspeed.runtime.pipe.schedule": "deepspeed.pipe.schedule.views",
     "deepspeed.runtime.pipe.topology": "deepspeed.parallel.topology",
+    "deepspeed.runtime.rollout.base": "deepspeed.hybrid.rollout",
+    "deepspeed.runtime.rollout.hybrid_engine_rollout": "deepspeed.hybrid.rollout",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepspeed.sequence.parallel_state",
     "deepspeed.runtime.zenflow.zenflow_config": "deepspeed.config.zero",
     "deepspeed.runtime.zero.leaf_module_config": "deepspeed.config.zero",
@@ -122,6 +129,7 @@ SPLIT: dict[str, dict[str, str]] = {
         "QuantizationConfig": "deepspeed.config.inference:RaggedQuantizationConfig",
         "RaggedInferenceEngineConfig": "deepspeed.config.inference",
     },
+    "deepspeed.inference.v2.inference_utils": {"DtypeEnum": "deepspeed.config.inference"},
     "deepspeed.inference.v2.ragged": {
         **names_at("deepspeed.config.inference", "AllocationMode DSStateManagerConfig"),
         **names_at(
@@ -170,6 +178,9 @@ SPLIT: dict[str, dict[str, str]] = {
     "deepspeed.ops.adam.multi_tensor_apply": {"MultiTensorApply": "deepspeed.published.runtime_names"},
     "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "deepspeed.runtime.base_optimizer:ZeroOptimizer"},
     "deepspeed.runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced": "deepspeed.comm.coalesced"},
+    "deepspeed.runtime.comm.compressed": {"CompressedBackend": "deepspeed.comm.compressed"},
+    "deepspeed.runtime.comm.mpi": {"MpiBackend": "deepspeed.comm.compressed:CompressedBackend"},
+    "deepspeed.runtime.comm.nccl": {"NcclBackend": "deepspeed.comm.compressed:CompressedBackend"},
     "deepspeed.runtime.config": {
         **names_at(
             "deepspeed.published.constants",
@@ -195,6 +206,9 @@ SPLIT: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.precision_config": names_at(
         "deepspeed.config.precision", "DeepSpeedBF16Config DeepSpeedFP16Config"
+    ),
+    "deepspeed.runtime.rollout": names_at(
+        "deepspeed.hybrid.rollout", "RolloutBatch RolloutEngine RolloutRequest SamplingConfig build_rollout"
     ),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         **names_at(
@@ -222,6 +236,7 @@ SPLIT: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero": {
         "GatheredParameters": "deepspeed.zero.public.gathered",
         "Init": "deepspeed.zero.birth.init",
+        "MiCS_Init": "deepspeed.zero.birth.init",
         "ZeroParamStatus": "deepspeed.zero.parameters.shard",
         "ZeroParamType": "deepspeed.zero.parameters.shard",
         "register_external_parameter": "deepspeed.zero.parameters.module_hooks",
@@ -232,6 +247,7 @@ SPLIT: dict[str, dict[str, str]] = {
         "deepspeed.config.zero",
         "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig ZeroStageEnum",
     ),
+    "deepspeed.runtime.zero.mics": {"MiCS_Init": "deepspeed.zero.birth.init"},
     "deepspeed.runtime.zero.offload_states": {"get_state_devices": "deepspeed.runtime.offload_states"},
     "deepspeed.runtime.zero.parameter_offload": {
         "DeepSpeedZeRoOffload": "deepspeed.zero.public.rehook:ParameterOffload",
@@ -337,6 +353,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
 
 _GRID = "deepspeed.checkpoint.DeepSpeedCheckpoint takes the degrees of another grid"
 _EXPERTS = "the config's expert_parallel section runs the experts of a model: docs/moe.md"
+_FAMILIES = "build_hf_engine serves the models of Transformers as they are, without layers of its own"
 _SPLIT = "tensor_parallel.autotp_size and partition_config in the config split a model: docs/tensor_parallel.md"
 
 # old module, or name of a module that stays, or ".*" for all others below it → what takes its place
@@ -349,6 +366,9 @@ REMOVED: dict[str, str] = {
     "deepspeed.checkpoint.zero_checkpoint": "deepspeed.checkpoint.DeepSpeedCheckpoint reads such a folder",
     "deepspeed.comm.backend": "deepspeed.comm.torch.TorchBackend is the one backend",
     "deepspeed.comm.utils": "deepspeed.comm has get_rank, get_local_rank and get_world_size",
+    "deepspeed.inference.v2.allocator": _FAMILIES,
+    "deepspeed.inference.v2.inference_parameter": _FAMILIES,
+    "deepspeed.inference.v2.inference_utils.*": _FAMILIES,
     "deepspeed.module_inject.auto_tp": _SPLIT,
     "deepspeed.module_inject.auto_tp_model_utils": _SPLIT,
     "deepspeed.module_inject.autotp_config": _SPLIT,
@@ -381,6 +401,8 @@ REMOVED: dict[str, str] = {
     "deepspeed.runtime.torch_autocast": "set torch_autocast in the config; engine.torch_autocast_dtype() tells it",
     "deepspeed.runtime.utils.*": "the engine clips and checks gradients; torch.nn.utils clips others",
     "deepspeed.runtime.zero.linear": "torch's Linear keeps no whole weight at stage 3; leave it as it is",
+    "deepspeed.runtime.zero.mics.*": "deepspeed.initialize trains by zero_optimization.mics_shard_size",
+    "deepspeed.runtime.zero.mics_utils": "engine.mics_shard_size() tells how many ranks share one set of shards",
     "deepspeed.sequence.cross_entropy.*": "set tensor_parallel.vocab_parallel_lm_head in the config",
     "deepspeed.sequence.layer.*": "use DistributedAttention, or sequence_parallel_size in the config",
     "deepspeed.sequence.linear_cross_entropy": "set sequence_parallel.tiled_loss in the config",
@@ -399,34 +421,21 @@ _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 
 # module or name of a feature that is still to come, with all below it → what to use meanwhile
 COMING: dict[str, str] = {
-    "deepspeed.DeepSpeedHybridEngine": _GENERATE,
     "deepspeed.autotuning": "python -m deepspeed.config check and ds_preflight estimate memory",
     "deepspeed.compile": "set compile in the config, or use torch.compile",
     "deepspeed.compression": _TORCHAO,
-    "deepspeed.inference.v2.allocator": _GENERATE,
-    "deepspeed.inference.v2.inference_parameter": _GENERATE,
-    "deepspeed.inference.v2.inference_utils": _GENERATE,
     "deepspeed.linear": "PEFT has LoRA and quantised linear layers",
     "deepspeed.nebula": "checkpoints are saved in the background with checkpoint.writer in the config",
     "deepspeed.ops.deepspeed4science": "use torch's scaled_dot_product_attention with a bias as its mask",
-    "deepspeed.ops.fp_quantizer": _TORCHAO,
-    "deepspeed.ops.quantizer": _TORCHAO,
     "deepspeed.ops.random_ltd": "train without token dropping",
     "deepspeed.ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
-    "deepspeed.runtime.comm.compressed": "gradients travel in communication_data_type",
-    "deepspeed.runtime.comm.mpi": "gradients travel in communication_data_type",
-    "deepspeed.runtime.comm.nccl": "gradients travel in communication_data_type",
     "deepspeed.runtime.compression": _TORCHAO,
     "deepspeed.runtime.data_pipeline": "give initialize a DataLoader with a sampler of your own",
     "deepspeed.runtime.eigenvalue": "torch.func computes Hessian-vector products",
-    "deepspeed.runtime.fp16.onebit": "use Adam or LAMB",
-    "deepspeed.runtime.hybrid_engine": _GENERATE,
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,
     "deepspeed.runtime.progressive_layer_drop": "train without layer dropping",
     "deepspeed.runtime.quantize": _TORCHAO,
-    "deepspeed.runtime.rollout": _GENERATE,
+    "deepspeed.runtime.rollout.continuous_batching": "engine.generate runs a schedule of its own",
+    "deepspeed.runtime.rollout.opsd": "compute the loss from the logits of both models",
     "deepspeed.runtime.weight_quantizer": _TORCHAO,
-    "deepspeed.runtime.zero.mics": "use deepspeed.zero.Init, which shards over all data-parallel ranks",
-    "deepspeed.runtime.zero.mics_utils": "use deepspeed.zero.Init, which shards over all data-parallel ranks",
-    "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init, which shards over all data-parallel ranks",
 }

@@ -85,8 +85,8 @@ class SDLoaderBase(ABC):
         """
         if quantize:
             raise FeatureUnavailable(
-                "quantize=True: quantised weights come with inference, which is not part of this version yet; load "
-                "without it"
+                "quantize=True: files are not quantised while they are read; load without it, and give init_inference "
+                "the key quant, or dtype int8"
             )
         self.module_key = module_key
         files, place = len(self.ckpt_list), mp_rank * len(self.ckpt_list) // mp_world_size

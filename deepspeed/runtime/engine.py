@@ -6,7 +6,7 @@ import atexit
 import gc
 import time
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from deepspeed.comm.watch.threads import here
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.batch import resolve
 from deepspeed.config.zero import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.data.pacing import set_custom_schedules
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.events import OverflowFound, Phase, StepFinished
 from deepspeed.log import NOTICE, log_dist, logger, warn_once
@@ -91,6 +92,9 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
         parts = self._parts
         if parts.moved:
             self._must_be_here("engine.forward()", trains=torch.is_grad_enabled())
+        if parts.pacing is not None and self.training:
+            parts.pacing.enter(self.global_steps, self.micro_steps)
+            inputs, kwargs = parts.pacing.arguments(inputs, kwargs)
         if not torch.is_grad_enabled():
             return parts.forward(*inputs, **kwargs)
         if not self.training:
@@ -360,6 +364,10 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
                 "training_data to deepspeed.initialize"
             )
         self.training_dataloader.post_process_func = post_process_func
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
+        """Give metrics whose schedule_type is custom their functions: metric → difficulty at a step."""
+        set_custom_schedules(schedule_func_dict, self._parts.pacing, self.training_dataloader)
 
     # ---- layout
 

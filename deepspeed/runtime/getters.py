@@ -43,8 +43,16 @@ GETTERS: dict[str, str] = {
     "bf16_optimizer_states": "schema.bf16.bf16_optimizer_states",
     "bfloat16_enabled": "schema.bf16.enabled",
     "checkpoint_serialization_enabled": "schema.checkpoint.checkpoint_serialization",
+    "curriculum_enabled_legacy": "schema.curriculum_learning.enabled",
+    "curriculum_learning_config": "schema.data_efficiency.data_sampling.curriculum_learning",
+    "curriculum_params_legacy": "schema.curriculum_learning",
+    "data_sampling_config": "schema.data_efficiency.data_sampling",
+    "pld_enabled": "schema.progressive_layer_drop.enabled",
+    "pld_gamma": "schema.progressive_layer_drop.gamma",
+    "pld_params": "schema.progressive_layer_drop",
+    "pld_theta": "schema.progressive_layer_drop.theta",
+    "random_ltd_config": "schema.data_efficiency.data_routing.random_ltd",
     "data_efficiency_config": "schema.data_efficiency",
-    "data_efficiency_enabled": "schema.data_efficiency.enabled",
     "fp16_auto_cast": "schema.fp16.auto_cast",
     "fp16_enabled": "schema.fp16.enabled",
     "fp16_master_weights_and_gradients": "schema.fp16.fp16_master_weights_and_grads",
@@ -56,6 +64,7 @@ GETTERS: dict[str, str] = {
     "torch_autocast_lower_precision_safe_modules": "schema.torch_autocast.lower_precision_safe_modules",
     "use_node_local_storage": "schema.checkpoint.use_node_local_storage",
     "zenflow_config": "schema.zero_optimization.zenflow",
+    "mics_shard_size": "schema.zero_optimization.mics_shard_size",
     "zero_hpz_partition_size": "schema.zero_optimization.zero_hpz_partition_size",
     "zero_multi_rank_bucket_allreduce": "schema.zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_optimization_stage": "schema.zero_optimization.stage",
@@ -63,12 +72,18 @@ GETTERS: dict[str, str] = {
     "zero_quantized_gradients": "schema.zero_optimization.zero_quantized_gradients",
     "zero_quantized_nontrainable_weights": "schema.zero_optimization.zero_quantized_nontrainable_weights",
     "zero_quantized_weights": "schema.zero_optimization.zero_quantized_weights",
+    "zeropp_loco_param": "schema.zero_optimization.zeropp_loco_param",
     "is_sanity_checks_enabled": "schema.zero_optimization.enable_sanity_checks",
 }
 
 # methods whose value follows from others
 _DERIVED: dict[str, Callable[[Any], Any]] = {
     "checkpoint_writer_enabled": lambda engine: engine._config.schema.checkpoint.writer is not None,
+    "curriculum_learning_enabled": lambda engine: engine._config.schema.data_efficiency.curriculum is not None,
+    "data_sampling_enabled": lambda engine: bool(engine._config.schema.data_efficiency.sampling),
+    "get_pld_theta": lambda engine: getattr(_paced(engine, "layer_drop"), "current_theta", None),
+    "random_ltd_enabled": lambda engine: engine._config.schema.data_efficiency.random_ltd is not None,
+    "data_efficiency_enabled": lambda engine: bool(engine._config.schema.data_efficiency.techniques),
     "dynamic_loss_scale": lambda engine: engine._parts.scale.dynamic,
     "get_data_parallel_rank": lambda engine: engine._parts.layout.data.rank,
     "get_data_types": lambda engine: (engine._parts.precision.param, engine._parts.precision.accumulate),
@@ -86,9 +101,17 @@ _DERIVED: dict[str, Callable[[Any], Any]] = {
     "zero_optimization_partition_weights": lambda engine: engine._config.schema.zero_optimization.shards_parameters,
 }
 
+
+def _paced(engine: Any, name: str) -> Any:
+    return getattr(engine._parts.pacing, name, None)
+
+
 # plain attributes
 FACTS: dict[str, Callable[[Any], Any]] = {
     "_support_torch_style_backward": lambda engine: True,
+    "curriculum_scheduler_legacy": lambda engine: _paced(engine, "curriculum"),
+    "progressive_layer_drop": lambda engine: _paced(engine, "layer_drop"),
+    "random_ltd_scheduler": lambda engine: _paced(engine, "tokens"),
     "communication_data_type": lambda engine: engine._parts.precision.reduce,
     "data_parallel_group": lambda engine: engine._parts.layout.data.group,
     "enable_backward_allreduce": lambda engine: not engine._parts.backward.suspended,

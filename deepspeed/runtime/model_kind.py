@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from deepspeed.data.pacing import NumberedBlocks
+from deepspeed.errors import UsageError
 from deepspeed.moe.auto_ep import spread_blocks
 from deepspeed.moe.placement import SpreadExperts, export_whole
+from deepspeed.runtime.compile_blocks import repeated_blocks
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.step.choose import warn_if_frozen
 from deepspeed.sequence.build import share_sequences
@@ -67,6 +70,16 @@ class ModelKind:
     def stages(self) -> tuple[int, ...]:
         """The stages of a pipeline on this rank."""
         return ()
+
+    def blocks(self) -> NumberedBlocks:
+        """The repeated blocks of the model."""
+        found = repeated_blocks(self.module)
+        if not found:
+            raise UsageError(
+                f"{type(self.module).__name__} has no list of two or more modules of one class; name lists in "
+                "progressive_layer_drop.blocks, or remove progressive_layer_drop.drop_blocks"
+            )
+        return NumberedBlocks(list(enumerate(found)), len(found))
 
     def counted_elsewhere(self) -> frozenset[int]:
         """Parameters, by id, that a stage before this one has, too."""

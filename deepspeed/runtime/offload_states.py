@@ -126,6 +126,8 @@ def _close_access(parts: Parts) -> None:
     assert states is not None, "there is an optimizer"
     states.absent = _away("this", parts.moved)
     if Kind.lp_params in parts.moved:
+        if parts.sharded.coordinator is not None:
+            parts.sharded.coordinator.free_copies()
         for shard in shards_of(parts.module.parameters()):
             shard.late = _MovedParameter(_away(f"gathering {shard.name}", _READ))
 

@@ -15,6 +15,7 @@ from deepspeed.checkpoint.formats.training_state import PipelineLayers
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.batch import BatchSizes
 from deepspeed.config.zero import OffloadStateTypeEnum
+from deepspeed.data.pacing import Pacing
 from deepspeed.events import EventStream
 from deepspeed.memory.host import ParkedStorages
 from deepspeed.moe.placement import SpreadExperts
@@ -66,6 +67,8 @@ class Parts:
     basic_optimizer: Optimizer | None = None
     lr_scheduler: Any = None
     training_dataloader: Any = None
+    pacing: Pacing | None = None
+    """What of a forward pass changes with the step; None: nothing does."""
     mpu: Any = None
     monitor: Any = None
     timers: Any = None

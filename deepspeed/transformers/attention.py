@@ -332,9 +332,7 @@ def _takes(kind: Any, name: str) -> bool:
     return bool(getattr(kind, flag, True))
 
 
-def register_attention(
-    name: str, function: Callable[..., Any], masks: Callable[..., Any] | None
-) -> Callable[[], None]:
+def register_attention(name: str, function: Callable[..., Any], masks: Callable[..., Any] | None) -> Callable[[], None]:
     """Make an attention function and its masks known by a name; returns what undoes it.
 
     Where there are no `masks`, models make none.

@@ -5,6 +5,7 @@ from deepspeed._package import lazy
 _LAZY = {
     "GatheredParameters": "deepspeed.zero.public.gathered:GatheredParameters",
     "Init": "deepspeed.zero.birth.init:Init",
+    "MiCS_Init": "deepspeed.zero.birth.init:MiCS_Init",
     "TiledLinear": "deepspeed.zero.public.tiling:TiledLinear",
     "TiledLinearReturnBias": "deepspeed.zero.public.tiling:TiledLinearReturnBias",
     "ZeroParamStatus": "deepspeed.zero.parameters.shard:ZeroParamStatus",

@@ -10,36 +10,45 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from deepspeed.comm.codec import BlockCodec, block_codec
+from deepspeed.config.rules import one_bit_conflicts
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.log import NOTICE, log_dist_once
 from deepspeed.memory.tier import StateTiers
 from deepspeed.ops.muon import MuonWithAuxAdam, SingleDeviceMuon
+from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
 from deepspeed.zero.agreement import RankAgreement
 from deepspeed.zero.birth.placement import rank_device
 from deepspeed.zero.gradients import replicated
+from deepspeed.zero.gradients.coded import CodedReduction, ErrorMemory
 from deepspeed.zero.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.zero.gradients.reduction import ReduceToOwners, Reduction, ReductionWeights
+from deepspeed.zero.gradients.sign_reduction import SignReduction
 from deepspeed.zero.gradients.sparse import embedding_parameters
 from deepspeed.zero.memory_budget import Budgeted
 from deepspeed.zero.offload import gather_from, remotes_of, reserve, store_of, tiers_of, uses_disk
+from deepspeed.zero.parameters.coded import CodedBlockGather, CodedGather, travels_coded
 from deepspeed.zero.parameters.coordinator import FetchCoordinator
 from deepspeed.zero.parameters.fetch_plan import FetchLimits
 from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
-from deepspeed.zero.parameters.gather import BlockGather, FlatBlocks, Gather, PlainGather, gather
+from deepspeed.zero.parameters.gather import BlockGather, Gather, PlainGather, gather
 from deepspeed.zero.parameters.module_hooks import ModuleHooks
+from deepspeed.zero.parameters.near import NearGather, check_size, near_copies
 from deepspeed.zero.parameters.offloaded import ChunkTier, ChunkTiers
 from deepspeed.zero.parameters.parameter import shard_parameter
 from deepspeed.zero.parameters.shard import Shard, shard_of
 from deepspeed.zero.parameters.sharding import keep_whole, persist, shard_module
 from deepspeed.zero.parameters.uses import blocks_of
-from deepspeed.zero.placement import AxisOf, LiesOn, Placement, placed
+from deepspeed.zero.placement import AxisOf, NodeGroups, Placement, ShardAxes, node_groups, placed
 from deepspeed.zero.public.export import meet_state_dicts
 from deepspeed.zero.public.leaf import (
     apply_zero_leaf_module_config,
@@ -47,7 +56,7 @@ from deepspeed.zero.public.leaf import (
     set_z3_leaf_module,
     units_by_granularity,
 )
-from deepspeed.zero.states.groups import BlockGroup, Named, OffloadedGroup, StripedGroup
+from deepspeed.zero.states.groups import BlockGroup, Dtypes, Named, OffloadedGroup, StripedGroup
 from deepspeed.zero.states.late_parameters import runs_compiled, wait_in_modules
 from deepspeed.zero.states.matrices import ShardedMatrices
 from deepspeed.zero.states.norm import NormRanks
@@ -64,15 +73,25 @@ _BUCKET_PER_RANK = 1 << 19
 _BUCKET_MOST = 32 << 20
 _BLOCK_MOST = 256 << 20
 
+_WEIGHT_FORMATS = {"int8": "int8", "fp8": "fp8_e4m3", "int4": "int4"}
+
 
 def make_reduction(schema: Schema, placement: Placement) -> Reduction:
     """How the gradients of a placement are summed and get to their owners."""
-    zero = schema.zero_optimization
+    zero, late = schema.zero_optimization, placement.late
+    weights = ReductionWeights.of(schema, placement.size, placement.copies if late else 1)
+    now, then = (None, placement.replicate) if late else (placement.replicate, None)
+    if zero.zero_quantized_gradients and placement.shard.size > 1:
+        loco = zero.zeropp_loco_param
+        memory = None if loco is None else ErrorMemory(loco.err_beta, loco.reset_T)
+        codec, nodes = block_codec("int4"), placement.nodes
+        return CodedReduction(placement.shard, placement.group, codec, weights, nodes, now, then, memory)
     return ReduceToOwners(
         placement.shard,
         placement.group,
-        ReductionWeights.of(schema, placement.size),
-        placement.replicate,
+        weights,
+        now,
+        then,
         everywhere=not zero.reduce_scatter,
         merged=zero.use_multi_rank_bucket_allreduce,
     )
@@ -81,13 +100,22 @@ def make_reduction(schema: Schema, placement: Placement) -> Reduction:
 def make_gather(schema: Schema, remote: ChunkTier | None = None) -> Gather[Shard]:
     """How parameters that are cut become whole, from the device or from where their chunks live."""
     zero = schema.zero_optimization
-    way = PlainGather(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential)
-    return way if remote is None else gather_from(remote, way)
+    plain = PlainGather(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential)
+    way: Gather[Shard] = plain if remote is None else gather_from(remote, plain)
+    if zero.zero_quantized_weights:
+        way = CodedGather(weight_codec(schema), way)
+    return NearGather(way) if zero.zero_hpz_partition_size > 1 else way
 
 
-def make_block_gather(schema: Schema) -> Gather[FlatBlocks]:
-    """How updated blocks of whole parameters get to all ranks."""
-    return BlockGather(int(schema.zero_optimization.allgather_bucket_size) or 1)
+def make_block_gather(schema: Schema, *, coded: bool = False) -> BlockGather | CodedBlockGather:
+    """How updated blocks of whole parameters get to all ranks, where the config says so as codes."""
+    limit = int(schema.zero_optimization.allgather_bucket_size) or 1
+    return CodedBlockGather(weight_codec(schema), limit) if coded else BlockGather(limit)
+
+
+def weight_codec(schema: Schema) -> BlockCodec:
+    """In what parameters travel that travel as codes."""
+    return block_codec(_WEIGHT_FORMATS[schema.zero_optimization.zero_quantized_weights_format])
 
 
 @dataclass(frozen=True)
@@ -98,7 +126,7 @@ class ZeroModel:
     states: OptimizerStates | None
     names: dict[int, str]
     """The name of each parameter in the module, by id."""
-    lies_on: LiesOn
+    axes: ShardAxes
     coordinator: FetchCoordinator | None = None
     hooks: ModuleHooks | None = None
     remote: ChunkTier | None = None
@@ -112,10 +140,9 @@ class ZeroModel:
         return {number: state for number, state in states.items() if state}
 
     def load_reduction_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over what `reduction_states` gave on the same rank of as many."""
+        """Take over what `reduction_states` gave on the same rank of as many; what is missing begins anew."""
         for number, each in enumerate(self.reductions.values()):
-            if str(number) in states:
-                each.load_state_dict(states[str(number)])
+            each.load_state_dict(states.get(str(number), {}))
 
     def close(self) -> None:
         """Remove every hook, and let go of what reductions hold."""
@@ -132,7 +159,9 @@ class ZeroModel:
             return
         for name, param in members:
             if shard_of(param) is None:
-                shard_parameter(param, self.lies_on(param), name, self.remote).release()
+                shard = shard_parameter(param, self.axes(param), name, self.remote)
+                shard.replicas = self.axes.replicas(param)
+                shard.release()
         if self.hooks.handles:
             self.hooks.look_again()
         else:  # until now every parameter stayed whole
@@ -161,6 +190,9 @@ class StateBuilder:
     agreement: RankAgreement
     stack: ExitStack
     budgeted: Budgeted | None
+    backwards: int = 1
+    """Of a step."""
+    axes: ShardAxes = field(init=False)
     tiers: StateTiers = field(init=False)
     """Where states live, by the offload sections or by budgets."""
     remotes: ChunkTiers | None = field(init=False)
@@ -168,24 +200,44 @@ class StateBuilder:
 
     def __post_init__(self) -> None:
         schema, budgeted, stack = self.schema, self.budgeted, self.stack
+        zero = schema.zero_optimization
+        if zero.shards_states and zero.mics_shard_size > 0 and self.measure.lies_on is not None:
+            raise DeepSpeedConfigError(
+                "zero_optimization.mics_shard_size: the model has experts that lie on several ranks, which MiCS does "
+                "not cut; remove the key, or keep the experts of a layer on one rank.",
+                path="zero_optimization.mics_shard_size",
+            )
+        self._require_whole()
+        self.axes = ShardAxes(self.measure.ranks_of, zero.mics_shard_size if zero.shards_states else -1)
         self.tiers, self.remotes = self.agreement.run_together(
             lambda: (tiers_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack)),
             "opening swap files",
             needed=uses_disk(schema),
         )
 
+    def _require_whole(self) -> None:
+        """Refuse an optimizer that exchanges signs of whole momenta where ranks have parts of them."""
+        if not isinstance(self.optimizer, OneBitOptimizer):
+            return
+        experts = "experts that lie on several ranks" if self.measure.lies_on is not None else ""
+        if found := one_bit_conflicts(self.schema) or experts:
+            kind = type(self.optimizer).__name__
+            raise DeepSpeedConfigError(
+                f"optimizer: {kind}, whose ranks exchange signs of whole momenta, does not work with {found}",
+                path="optimizer.type",
+            )
+
     def build(self) -> ZeroModel:
         """Choose the path by the config's stage."""
         schema, zero, ranks_of = self.schema, self.schema.zero_optimization, self.measure.ranks_of
         size = self.measure.axis.size
+        check_size(self.measure.axis, int(zero.zero_hpz_partition_size))
         if zero.stage > 0 and (size > 1 or self.remotes is not None):
             _refuse_torch_muon(self.optimizer)
         if zero.stage == 3 and (size > 1 or self.remotes is not None):
             return self._shard_parameters()
         if size > 1 and zero.stage > 0 and self.optimizer is not None:
-            placements = placed(ranks_of, lambda axis: Placement(axis, samples=size))
-            resident = partial(BlockGroup, gather=make_block_gather(schema), aligned=zero.parameter_alignment)
-            return self._taken(placements, resident)
+            return self._taken(placed(ranks_of, self._placement), self._resident)
         if zero.stage == 3:
             keep_whole(self.module, self.measure.axis)
         placements = placed(ranks_of, lambda axis: Placement(self.alone, replicate=axis, samples=size))
@@ -194,16 +246,55 @@ class StateBuilder:
             return self._taken(placements, OffloadedGroup)
         return self._in_place(placements)
 
+    def _coded(self, param: nn.Parameter) -> bool:
+        """Whether a parameter that stays whole comes as codes after a step."""
+        return self.schema.zero_optimization.zero_quantized_weights and travels_coded(param.shape, param.dtype)
+
+    def _resident(
+        self, members: Sequence[Named], placement: Placement, dtypes: Dtypes, options: dict[str, Any]
+    ) -> BlockGroup:
+        way = make_block_gather(self.schema, coded=self._coded(members[0][1]))
+        aligned = self.schema.zero_optimization.parameter_alignment
+        return BlockGroup(members, placement, dtypes, options, gather=way, aligned=aligned)
+
+    def _placement(self, axis: AxisGroup, *, apart: bool = False) -> Placement:
+        """Of parameters that lie on these ranks, with gradients on a group of their own if they travel `apart`."""
+        shard, replicas = self.axes.levels(axis)
+        kept = self._every_backward and not (self.tiers.away or self.schema.optimizer_in_backward.enabled)
+        late = replicas is not None and self.backwards > 1 and kept
+        size, group = self.measure.axis.size, shard.twin() if apart else None
+        return Placement(shard, replicas, group, samples=size, late=late, nodes=self._nodes(shard))
+
+    def _nodes(self, axis: AxisGroup) -> NodeGroups | None:
+        """Where codes of gradients are added up before they leave a node."""
+        if not self.schema.zero_optimization.zero_quantized_gradients or axis.size == 1:
+            return None
+        nodes = node_groups(axis)
+        hops = f"two hops, {nodes.intra.size} ranks a node" if nodes else "one hop: no nodes with as many ranks each"
+        log_dist_once(f"zero_quantized_gradients: the gradients of axis {axis.name!r} travel in {hops}", [0], NOTICE)
+        return nodes
+
+    def _reduction(self, placement: Placement) -> Reduction:
+        """How the gradients of a placement are reduced, for this optimizer."""
+        plain = make_reduction(self.schema, placement)
+        if not isinstance(self.optimizer, OneBitOptimizer) or placement.replicate is None or placement.copies == 1:
+            return plain
+        return SignReduction(plain, placement.replicate, self.optimizer)
+
     def _planner(self, axis_of: AxisOf, make: Make | None) -> GroupPlanner:
         schema, precision = self.schema, self.precision
         names = {id(param): name for name, param in self.module.named_parameters()}
-        travels, reduction_of = precision.reduce_dtypes(self.module), partial(make_reduction, schema)
-        return GroupPlanner(schema, axis_of, precision, names, travels, reduction_of, make, self.tiers)
+        travels, reduction_of = precision.reduce_dtypes(self.module), self._reduction
+        return GroupPlanner(
+            schema, axis_of, precision, names, travels, reduction_of, make, self.tiers, apart=self._coded
+        )
 
     def _in_place(self, axis_of: AxisOf) -> ZeroModel:
         """Gradients are summed where they lie; without an optimizer, too, for a user who updates parameters."""
         planner, module, measure = self._planner(axis_of, None), self.module, self.measure
         schema, precision, optimizer = self.schema, self.precision, self.optimizer
+        if isinstance(optimizer, OneBitOptimizer):
+            measure = replace(measure, local=lambda: optimizer.local)
         states = None if optimizer is None else OptimizerStates(optimizer, planner.groups, measure, waits=planner.waits)
 
         def holder_of(param: nn.Parameter) -> nn.Parameter:
@@ -225,19 +316,20 @@ class StateBuilder:
             rows=rows,
         )
         gradients = replicated.ReplicatedGradients(list(module.named_parameters()), holding)
+        exchange = planner.reduction_of(holding.main)
+        if isinstance(exchange, SignReduction) and states is not None:
+            exchange.name_of = partial(_name_of, states)
         ways = ReductionSettings(every_backward=False, limit=replicated.BUCKET_BYTES, first=replicated.FIRST_BYTES)
         reducer = GradientReducer(
             lambda: [gradients], planner.reduction_of, ways, None, registered=module.parameters, replicated=gradients
         )
-        return ZeroModel(reducer, states, planner.names, measure.ranks_of, reductions=planner.reductions)
+        return ZeroModel(reducer, states, planner.names, self.axes, reductions=planner.reductions)
 
     def _shard_parameters(self) -> ZeroModel:
         """Parameters are cut, too, and gathered for each use."""
         measure = self.measure
         coordinator, hooks = fetching = self._fetching()
-        placements = placed(
-            measure.ranks_of, lambda axis: Placement(axis, gradient_group=axis.twin(), samples=measure.axis.size)
-        )
+        placements = placed(measure.ranks_of, partial(self._placement, apart=True))
         # Groups are made by all ranks together, also by a stage of a pipeline that trains nothing.
         next((placements(param) for param in self.module.parameters() if measure.ranks_of(param) is measure.axis), None)
         make = partial(StripedGroup, arrived=coordinator.gradient_arrived if hooks.handles else None)
@@ -261,8 +353,8 @@ class StateBuilder:
         )
         if states is not None:
             states.reducer = reducer
-        ranks_of = self.measure.ranks_of
-        sharded = ZeroModel(reducer, states, planner.names, ranks_of, coordinator, hooks, reductions=planner.reductions)
+        found = planner.reductions
+        sharded = ZeroModel(reducer, states, planner.names, self.axes, coordinator, hooks, reductions=found)
         sharded.leave_by_passes()
         return sharded
 
@@ -286,16 +378,25 @@ class StateBuilder:
             optimizer.whole = ShardedMatrices(states.groups)
         return states
 
+    @property
+    def _every_backward(self) -> bool:
+        """Whether whole gradients do not outlive a backward.
+
+        Gradients that wait on the parameters of stage 1 would be added up in the parameters' dtype.
+        """
+        precision = self.precision
+        stays = not self.schema.zero_optimization.shards_gradients and precision.accumulate == precision.param
+        return self.tiers.away or not stays
+
     def _ways(self) -> ReductionSettings:
         """How gradients leave."""
-        zero, precision, size = self.schema.zero_optimization, self.precision, self.measure.axis.size
+        zero, size = self.schema.zero_optimization, self.measure.axis.size
         block = blocks_of(self.module)[1]
         given = "reduce_bucket_size" in zero.model_fields_set
         limit = min(max(_BUCKET, _BUCKET_PER_RANK * size), _BUCKET_MOST)
         limit = zero.reduce_bucket_size if given else max(limit, min(block + block // 64, _BLOCK_MOST))
         return ReductionSettings(
-            # Gradients that wait on the parameters of stage 1 would be added up in the parameters' dtype.
-            every_backward=zero.stage >= 2 or precision.accumulate != precision.param or self.tiers.away,
+            every_backward=self._every_backward,
             strict=given,
             limit=int(limit) if zero.contiguous_gradients else 1,
             # At stage 3 a rank that waits for gradients would not serve those that still need its parameters.
@@ -306,23 +407,24 @@ class StateBuilder:
     def _fetching(self) -> tuple[FetchCoordinator, ModuleHooks]:
         """Cut the parameters, and have modules gather what they need."""
         schema, module, remotes = self.schema, self.module, self.remotes
-        zero, lies_on = schema.zero_optimization, self.measure.ranks_of
+        zero, axes = schema.zero_optimization, self.axes
         apply_zero_leaf_module_config(module, zero.leaf_module)
         mark_expert_blocks(module)
         if remotes is not None:
             self.agreement.run_together(
-                lambda: reserve(remotes, module, lies_on),
+                lambda: reserve(remotes, module, axes),
                 "taking space on the disk for parameters",
                 needed=uses_disk(schema),
             )
-        shards = shard_module(module, lies_on, remotes)
+        shards = shard_module(module, axes, remotes)
         for unit in units_by_granularity(module, zero.module_granularity_threshold).values():
             set_z3_leaf_module(unit, True)
         way, far = make_gather(schema), make_gather(schema, None if remotes is None else remotes.remote)
         for each in shards:
             each.strict = zero.enable_sanity_checks
             each.gather = way if each.remote is None else far
-        total = int(zero.model_persistence_threshold) // self.measure.axis.size
+        copies = near_copies(shards, int(zero.zero_hpz_partition_size))
+        total = int(zero.model_persistence_threshold) // axes.levels(self.measure.axis)[0].size
         gather(persist(shards, int(zero.param_persistence_threshold), total))
         passes = FetchSchedule(
             self.agreement,
@@ -330,6 +432,7 @@ class StateBuilder:
             between_passes="max_reuse_distance" in zero.model_fields_set,
             log_traces=zero.log_trace_cache_warnings,
         )
+        passes.copies = copies
         coordinator = FetchCoordinator(passes)
         hooks = ModuleHooks(module, coordinator)
         self.stack.callback(hooks.remove)
@@ -358,3 +461,9 @@ def _refuse_torch_muon(optimizer: Optimizer | None) -> None:
             "deepspeed.ops.muon.MuonWithAuxAdam, which gather the matrices, or zero_optimization.stage 0.",
             path="zero_optimization.stage",
         )
+
+
+def _name_of(states: OptimizerStates, master: Any) -> str:
+    """What the parameter is called that a tensor of the optimizer stands for; other names are themselves."""
+    pieces = (piece for group in states.groups for piece in group.pieces)
+    return next((piece.name for piece in pieces if piece.master is master), str(master))

@@ -17,6 +17,7 @@ from deepspeed.zero.parameters.sharding import put_away as put_away
 from deepspeed.zero.piece import StatePiece as StatePiece
 from deepspeed.zero.placement import LiesOn as LiesOn
 from deepspeed.zero.placement import Placement as Placement
+from deepspeed.zero.placement import ShardAxes as ShardAxes
 from deepspeed.zero.public.gathered import GatheredParameters as GatheredParameters
 from deepspeed.zero.public.rehook import ParameterOffload as ParameterOffload
 from deepspeed.zero.states.groups import ShardGroup as ShardGroup

@@ -217,11 +217,11 @@ def uses_disk(schema: Schema) -> bool:
     return bool(schema.memory.disk or schema.zero_optimization.swap_folders)
 
 
-def reserve(remotes: ChunkTiers, module: nn.Module, lies_on: LiesOn) -> None:
+def reserve(remotes: ChunkTiers, module: nn.Module, axes: LiesOn) -> None:
     """Make sure of space for all chunks of a model that will lie in files."""
     remote, foreseen = remotes.remote, copy.deepcopy(remotes.rooms)
     if isinstance(remote, FileChunks):
-        chunks = [(-(-numel_of(param) // lies_on(param).size), param.dtype) for param in module.parameters()]
+        chunks = [(-(-numel_of(param) // axes(param).size), param.dtype) for param in module.parameters()]
         remote.reserve(each for each in chunks if foreseen.place([each[0]]) != [Tier.DEVICE])
 
 

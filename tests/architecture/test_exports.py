@@ -15,12 +15,14 @@ from tests.architecture.source import ROOT
 
 PUBLIC = """
     HAS_TRITON TORCH_DISTRIBUTED_DEFAULT_PORT DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader
-    DeepSpeedEngine DeepSpeedError DeepSpeedOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable
+    DeepSpeedEngine DeepSpeedError DeepSpeedHybridEngine DeepSpeedInferenceConfig DeepSpeedOptimizer
+    DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable
     DeepSpeedTransformerConfig DeepSpeedTransformerLayer OnDevice
-    DualPipeVEngine DualPipeVModule PipelineEngine PipelineModule pipe
+    DualPipeVEngine DualPipeVModule InferenceEngine PipelineEngine PipelineModule pipe
     __git_branch__ __git_hash__
     __version__ __version_major__ __version_minor__ __version_patch__ accelerator add_config_arguments
-    checkpointing comm dist set_autotp_mode tensor_parallel tp_model_init
+    checkpointing comm default_inference_config dist inference init_inference replace_transformer_layer
+    set_autotp_mode tensor_parallel tp_model_init
     get_accelerator init_distributed initialize log_dist logger moe ops parallel runtime utils zero
 """.split()
 

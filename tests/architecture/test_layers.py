@@ -56,8 +56,8 @@ def test_no_import_cycle(graph):
 
 
 def test_layer_zero_is_free_of_torch(graph):
-    """`python -m deepspeed.config check` and the schema need no tensor library."""
-    for module in graph.modules:
+    """`python -m deepspeed.config check` and the schema need no tensor library; the published `DtypeEnum` does."""
+    for module in graph.modules - {"deepspeed.config.inference"}:
         if module.startswith(("deepspeed.config", "deepspeed.errors", "deepspeed.events", "deepspeed.log")):
             assert not graph.direct_import_exists(importer=module, imported="torch"), module
 

@@ -1,14 +1,16 @@
 """The client of OpenAI against `ds_serve`: every path and option, many at once, ends of clients, servers and engines.
 
-One server has a small random Llama; others have an engine that repeats its prompt, of which a step takes some time.
+One server has a small random Llama on two ranks; another has engines that repeat their prompt in slow steps.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import re
+import runpy
 import signal
 import time
 import urllib.request
@@ -20,7 +22,10 @@ pytest.importorskip("fastapi")
 
 import openai
 
-from tests.serving import Served, save_model, save_tokenizer
+from deepspeed.errors import DeepSpeedError
+from deepspeed.inference.server import cli
+from tests.harness import ROOT
+from tests.serving import CONTEXT, Served, make_fake, save_model, save_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -37,12 +42,14 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model):
-    (model / "keys").write_text(KEY)
+    (model / "keys").write_text(f"another-key\n{KEY}\n")
     (model / "keys").chmod(0o600)
     cache = {"mode": "allocate", "size": BLOCKS}
     (model / "serve.json").write_text(json.dumps({"state_manager": {"memory_config": cache, "block_size": 16}}))
-    words = [f"--config={model / 'serve.json'}", f"--api-key-file={model / 'keys'}", "--served-model-name=tiny"]
-    with Served(model, *words) as served:
+    (model / "template").write_text("{% for each in messages %}({{ each.role }}) {{ each.content }}\n{% endfor %}")
+    files = {"config": "serve.json", "api-key-file": "keys", "chat-template": "template"}
+    words = [f"--{flag}={model / name}" for flag, name in files.items()]
+    with Served(model, *words, "--served-model-name=tiny", "--tp=2", f"--max-context={CONTEXT - 64}") as served:
         yield served
 
 
@@ -69,7 +76,7 @@ def until(condition):
     pytest.fail("it never happened")
 
 
-def test_greedy_completions_are_those_of_transformers(client, model):
+def test_greedy_completions_and_scores_are_those_of_transformers(client, model):
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -83,6 +90,11 @@ def test_greedy_completions_are_those_of_transformers(client, model):
         )
         assert found.choices[0].token_ids == expected
         assert found.usage.prompt_tokens == ids.shape[1]
+        scored = client.completions.create(model="tiny", prompt=prompt, echo=True, logprobs=1, max_tokens=0)
+        with torch.no_grad():
+            table = reference(ids).logits[0, :-1].log_softmax(-1)
+        own = table.gather(1, ids[0, 1:, None])[:, 0].tolist()
+        assert scored.choices[0].logprobs.token_logprobs == [None, *(pytest.approx(each, abs=1e-3) for each in own)]
 
 
 def test_models(client):
@@ -105,6 +117,8 @@ def test_chat_options(client):
     again = client.chat.completions.create(**given, n=2)
     assert [each.message.content for each in again.choices] == [each.message.content for each in whole.choices]
     assert again.usage.prompt_tokens_details.cached_tokens >= 16  # whole blocks of the same prompt
+    text = f"(system) hello\n(user) {PROMPT}\n"  # by --chat-template, and without the token that begins a text
+    assert client.completions.create(model="tiny", prompt=text).usage.prompt_tokens == again.usage.prompt_tokens + 1
     assert again.usage.total_tokens == again.usage.prompt_tokens + again.usage.completion_tokens
 
     stream = list(client.chat.completions.create(**given, n=2, stream=True, stream_options={"include_usage": True}))
@@ -149,7 +163,7 @@ def test_errors_are_the_clients(client, server):
     for wrong, part in (({"top_p": 0}, "top_p"), ({"n": 0}, "n is 0"), ({"tools": [{"type": "function"}]}, "tools")):
         with pytest.raises(openai.BadRequestError, match=part):
             ask(model="tiny", messages=CHAT, **wrong)
-    with pytest.raises(openai.BadRequestError, match="context of 512") as caught:
+    with pytest.raises(openai.BadRequestError, match="context of 448") as caught:
         client.completions.create(model="tiny", prompt="x" * 3000)
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError, match="other"):
@@ -190,42 +204,44 @@ def test_a_client_that_vanishes_leaves_no_blocks(client, server):
     assert metric(server, "engine_running") == 0
 
 
-def slow_server(tmp_path, *words, **engine):
-    (tmp_path / "fake.json").write_text(json.dumps({"pause": 0.05, **engine}))
-    return Served(save_tokenizer(tmp_path), f"--config={tmp_path / 'fake.json'}", *words, fake=True)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema(client, stream):
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["yes", "perhaps"]}}}
+
+    def ask():
+        given = {"model": "tiny", "messages": CHAT, "response_format": form, "seed": 1, "stream": stream}
+        found = client.chat.completions.create(**given)
+        if not stream:
+            return found.choices[0].message.content
+        return "".join(each.choices[0].delta.content or "" for each in found)
+
+    if importlib.util.find_spec("llguidance") is None:
+        with pytest.raises(openai.BadRequestError, match="llguidance"):
+            ask()
+    else:
+        assert json.loads(ask()) in ("yes", "perhaps")
 
 
-def ended(pids):
-    return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+def test_the_example(server, capsys, monkeypatch):
+    words = [f"--address={server.address}", f"--key={KEY}", "--count=3"]
+    monkeypatch.setattr("sys.argv", ["ask.py", *words])
+    runpy.run_path(str(ROOT / "examples/serve/ask.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "the same as a stream:\nequal\n" in said
+    assert "3 requests at once" in said
 
 
-def test_sigterm_drains(tmp_path):
-    with slow_server(tmp_path) as served:
-        children = served.children()
-        client = openai.OpenAI(base_url=f"{served.address}/v1", api_key="none", max_retries=0)
-        endless = {"model": str(tmp_path), "prompt": PROMPT, "max_tokens": 30, "extra_body": {"ignore_eos": True}}
-        stream = iter(client.completions.create(**endless, stream=True))
-        first = next(stream)
-        served.process.send_signal(signal.SIGTERM)
-        rest = list(stream)
-        assert rest[-1].choices[0].finish_reason == "length"
-        assert (first.choices[0].text + "".join(each.choices[0].text for each in rest)).startswith(PROMPT)
-        assert served.process.wait(60) == 0
-        with pytest.raises(openai.APIConnectionError):
-            client.models.list()
-        until(lambda: ended(children))
+def test_a_killed_engine(tmp_path):
+    """Of two: its requests fail, those of the other end as they should, and the server ends with a code."""
 
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_killed_engine(tmp_path, replicas):
     async def go(served):
         client = openai.AsyncOpenAI(base_url=f"{served.address}/v1", api_key="none", max_retries=0)
         endless = {"model": str(tmp_path), "prompt": PROMPT, "max_tokens": 60, "extra_body": {"ignore_eos": True}}
-        streams = [await client.completions.create(**endless, stream=True) for _ in range(2 * replicas)]
-        waits = [asyncio.create_task(client.completions.create(**endless)) for _ in range(2 * replicas)]
+        streams = [await client.completions.create(**endless, stream=True) for _ in range(4)]
+        waits = [asyncio.create_task(client.completions.create(**endless)) for _ in range(4)]
         for stream in streams:
             await anext(stream)
-        while served.open_requests() < 4 * replicas:
+        while served.open_requests() < 8:
             await asyncio.sleep(0.01)
         os.kill(served.engines()[0], signal.SIGKILL)
         whole = await asyncio.gather(*waits, return_exceptions=True)
@@ -234,28 +250,24 @@ def test_a_killed_engine(tmp_path, replicas):
     async def read(stream):
         return [chunk async for chunk in stream][-1].choices[0].finish_reason
 
-    with slow_server(tmp_path, f"--replicas={replicas}") as served:
+    (tmp_path / "fake.json").write_text(json.dumps({"pause": 0.05}))
+    with Served(save_tokenizer(tmp_path), f"--config={tmp_path / 'fake.json'}", "--replicas=2", fake=True) as served:
         children = served.children()
         whole, streamed = asyncio.run(go(served))
         lost = [each for each in whole if isinstance(each, openai.InternalServerError)]
-        assert lost
-        assert all(each.status_code == 503 for each in lost)
+        assert [each.status_code for each in lost] == [503, 503]
         broken = [each for each in streamed if isinstance(each, openai.APIError)]
-        assert broken
-        # Requests of the other engine end as they should.
-        assert [each.choices[0].finish_reason for each in whole if each not in lost] == ["length"] * (
-            2 * (replicas - 1)
-        )
-        assert [each for each in streamed if each not in broken] == ["length"] * (2 * (replicas - 1))
+        assert len(broken) == 2
+        assert [each.choices[0].finish_reason for each in whole if each not in lost] == ["length"] * 2
+        assert [each for each in streamed if each not in broken] == ["length"] * 2
         assert served.process.wait(60) == 1
         assert served.process.stderr is not None
         assert "signal 9" in served.process.stderr.read()
-        until(lambda: ended(children))
+        until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children))
 
 
 def test_what_cannot_start_says_why(tmp_path):
-    with (
-        pytest.raises(RuntimeError, match="this model cannot be loaded"),
-        slow_server(tmp_path, broken=True),
-    ):
-        pytest.fail("it started")
+    """In this process: the engine's process ends before it is ready."""
+    wanted = cli.ServeOptions(str(save_tokenizer(tmp_path)), {"broken": True}, port=0)
+    with pytest.raises(DeepSpeedError, match="this model cannot be loaded"):
+        cli.serve(wanted, make_fake, on_ready=lambda _: pytest.fail("it started"))

@@ -7,18 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FEATURES = {
-    "1-bit optimizers": "OnebitAdam, OnebitLamb, ZeroOneAdam and their backends",
     "DeepCompile": "compiled graphs over sharded parameters, and passes over them",
-    "FastGen": "inference over ragged batches",
-    "ZeRO++": "hpZ, MiCS, quantised communication",
+    "ZeRO++": "hpZ, quantised communication",
     "autotuning": "the search for a config",
     "compression": "quantisation, pruning and distillation during training",
     "data efficiency": "curriculum learning, random layer token drop, progressive layer drop, variable batches",
-    "hybrid engine": "one engine that trains and generates",
+    "hybrid engine": "helpers of its graphs",
     "kernels": "Evoformer attention, floating point quantisation",
     "inference": "the config of a layer of DeepSpeed's injected kernels",
     "linear": "LoRA and quantised linear layers",
-    "rollout": "generation for reinforcement learning",
+    "rollout": "continuous batches and distillation, as helpers",
     "sparse attention": "attention over blocks",
 }
 

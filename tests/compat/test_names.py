@@ -19,6 +19,7 @@ MODULES = read()
 # Objects that the library makes: their constructors are its own.
 MADE_HERE = {
     "deepspeed.runtime.engine.DeepSpeedEngine",
+    "deepspeed.runtime.hybrid_engine.DeepSpeedHybridEngine",
     "deepspeed.runtime.pipe.dualpipev.DualPipeVEngine",
     "deepspeed.runtime.pipe.engine.PipelineEngine",
 }

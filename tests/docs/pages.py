@@ -29,6 +29,7 @@ PROGRAMS = (
     "ds_io",
     "ds_nvme_tune",
     "ds_report",
+    "ds_serve",
     "make",
     "pip",
     "python",

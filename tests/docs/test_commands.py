@@ -15,6 +15,7 @@ from torch.distributed.run import main as torchrun
 from benchmarks.cases import discover
 from deepspeed.bench import ds_bench
 from deepspeed.config.__main__ import main as look_at_config
+from deepspeed.inference.server import cli as serve_cli
 from deepspeed.io import ds_io, ds_nvme_tune
 from deepspeed.io.ds_nvme_tune import SWEEP
 from deepspeed.launcher import report, runner
@@ -36,16 +37,20 @@ SHORT = {
     "examples/collectives.py": [],
     "examples/fast/train.py": ["--steps", "3", "--width", "16"],
     "examples/finetune/plain.py": ["--steps", "2", "--output", "{tmp}"],
+    "examples/rlhf/train.py": ["--steps", "2"],
     "examples/finetune/with_accelerate.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/finetune/with_trainer.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/gpt/memory.py": ["--width", "32"],
     "examples/moe/mixtral.py": ["--steps", "3", "--output", "{tmp}"],
     "examples/moe/train.py": ["--steps", "3"],
+    "examples/serve/model.py": ["--steps", "2", "--output", "{tmp}"],
 }
 ELSEWHERE = {
     "examples/elastic/train.py": "tests/distributed/elasticity/test_elastic_example.py",
     "examples/gpt/train.py": "tests/unit/examples/test_gpt_script.py",
     "examples/ray/train.py": "tests/distributed/elasticity/test_ray_train.py",
+    "examples/serve/ask.py": "tests/clients/test_openai_client.py",
+    "examples/serve/ray_serve.py": "tests/projects/test_ray_serve.py",
 }
 
 
@@ -55,7 +60,7 @@ def example_of(command):
 
 
 def needs_clients(command):
-    return any(folder in example_of(command) for folder in ("finetune", "fast", "mixtral"))
+    return any(folder in example_of(command) for folder in ("finetune", "fast", "mixtral", "serve"))
 
 
 def alone():
@@ -82,7 +87,7 @@ BENCHMARKS = [command for command in TOOLS if runs(command).startswith(("benchma
 def test_every_command_is_tried_by_one_of_these():
     tried = {*of("make"), *of("ds_report"), *of("deepspeed.config"), *of("deepspeed", "train.py"), *of("pytest")}
     tried |= {*of("ds_io", "ds_nvme_tune", "ds_bench", "deepspeed.preflight", "deepspeed.pipe.schedule")}
-    tried |= {*of("pip"), *of("accelerate"), *of("torchrun"), *of("deepspeed.moe.show"), *BENCHMARKS}
+    tried |= {*of("pip", "ds_serve"), *of("accelerate"), *of("torchrun"), *of("deepspeed.moe.show"), *BENCHMARKS}
     tried |= {*of("deepspeed.checkpoint", "deepspeed.checkpoint.ds_to_universal", "out/zero_to_fp32.py")}
     assert [str(command) for command in TOOLS if command not in tried] == []
     assert [str(command) for command in EXAMPLES if example_of(command) not in {**SHORT, **ELSEWHERE}] == []
@@ -146,6 +151,22 @@ def test_pytest(command):
 def test_report(command, capsys):
     assert report.main(command.words[1:]) in (None, 0)
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", of("ds_serve"), ids=str)
+def test_serve(command, capsys):
+    """A server waits for requests, which tests/clients sends; here its options are read."""
+    try:
+        assert serve_cli.options(command.words[1:]).model in ("served-model", "MODEL")
+    except SystemExit as ended:  # of --help
+        assert ended.code == 0
+        assert "MODEL" in capsys.readouterr().out
+
+
+def test_the_page_lists_the_options_of_ds_serve():
+    page = (ROOT / "docs" / "serving.md").read_text()
+    options = {word for action in serve_cli.parser()._actions for word in action.option_strings} - {"-h", "--help"}
+    assert {*re.findall(r"^\| `(--[\w-]+)", page, re.MULTILINE)} == options
 
 
 @pytest.mark.parametrize("command", of("deepspeed.moe.show"), ids=str)

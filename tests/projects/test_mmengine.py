@@ -1,4 +1,4 @@
-"""MMEngine's `DeepSpeedStrategy`: first it registers the 1-bit optimizers, which are still to come."""
+"""MMEngine's `DeepSpeedStrategy`, which registers the 1-bit optimizers in its constructor."""
 
 from __future__ import annotations
 
@@ -17,16 +17,6 @@ pytestmark = [needs("mmengine"), pytest.mark.slow]
 STEPS, SAMPLES, RATE = 3, 8, 1e-2
 
 
-# When 1-bit optimizers come: delete this test, and the stand-in for their module in the next.
-@ranks(1)
-def test_its_strategy_says_what_is_missing():
-    with stand_ins("cv2"):
-        from mmengine._strategy import DeepSpeedStrategy
-
-        with pytest.raises(ImportError, match=r"deepspeed\.runtime\.fp16\.onebit is not part of this version yet"):
-            DeepSpeedStrategy(zero_optimization={"stage": 2})
-
-
 def plain():
     model = nn.parallel.DistributedDataParallel(make())
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -42,9 +32,9 @@ def plain():
 
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks(2)
-def test_all_but_those_optimizers_trains_as_in_a_plain_run(stage, tmp_path):
+def test_its_strategy_trains_as_in_a_plain_run(stage, tmp_path):
     expected = plain()
-    with stand_ins("cv2", "deepspeed.runtime.fp16.onebit"):
+    with stand_ins("cv2"):
         from mmengine._strategy import DeepSpeedStrategy
         from mmengine.model import BaseModel
 
@@ -56,13 +46,12 @@ def test_all_but_those_optimizers_trains_as_in_a_plain_run(stage, tmp_path):
         def forward(self, tokens, labels, mode="tensor"):
             return {"loss": self.inner(tokens, labels)}
 
-    with stand_ins("deepspeed.runtime.fp16.onebit"):
-        strategy = DeepSpeedStrategy(
-            zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
-            gradient_clipping=0.0,
-            train_micro_batch_size_per_gpu=SAMPLES // 2,
-            work_dir=str(tmp_path),
-        )
+    strategy = DeepSpeedStrategy(
+        zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+        gradient_clipping=0.0,
+        train_micro_batch_size_per_gpu=SAMPLES // 2,
+        work_dir=str(tmp_path),
+    )
     wrapper = {"type": "DeepSpeedOptimWrapper", "optimizer": {"type": "AdamW", "lr": RATE}}
     model, optimizer = strategy.prepare(Model(), optim_wrapper=wrapper, dispatch_kwargs={"max_iters": STEPS})[:2]
     assert isinstance(model.model, deepspeed.DeepSpeedEngine)

@@ -32,6 +32,7 @@ class SourceAdapter(Source):
         self.sources = sources
         self._near = sources[near] if near < len(sources) else sources[0]
         self.format, self.stage, self.world = self._near.format, self._near.stage, self._near.world
+        self.copies = self._near.copies
         self.shapes, self.aliases = self._near.shapes, self._near.aliases
 
     @functools.cached_property

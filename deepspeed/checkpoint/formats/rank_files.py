@@ -90,6 +90,8 @@ def rank_entries(state: TrainingState, host: Host) -> dict[str, Any] | None:
     if state.rng is None and state.data is None and state.own_buffers is None and not state.reductions:
         return None
     entries: dict[str, Any] = plain({"rng": state.rng, "data": state.data}, "the rank's state")
+    if state.pacing:
+        entries["pacing"] = plain(state.pacing, "pacing")
     if state.own_buffers is not None:
         entries["buffers"] = {name: host.take(tensor) for name, tensor in state.own_buffers.items()}
     if state.reductions:

@@ -53,6 +53,7 @@ def state_of(source: Source, *, stage: int, rank: int, world: int) -> TrainingSt
         clip=small.ds_config.get("gradient_clipping") if small.clip is None else small.clip,
         lr_scheduler=small.lr_scheduler,
         data=own.get("data"),
+        pacing=own.get("pacing") or {},
         rng=own.get("rng"),
         client_state=small.client_state,
         ds_config=small.ds_config,

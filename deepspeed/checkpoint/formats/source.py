@@ -163,11 +163,18 @@ class Source:
     """ZeRO's stage when it was written."""
     world: int
     """Ranks over which ZeRO sharded when it was written."""
+    copies: int = 1
+    """Groups of so many ranks that had equal shards, of which one wrote them."""
     shapes: Mapping[str, torch.Size]
     """Every parameter and buffer by name, without tied names."""
     aliases: Mapping[str, str]
     """Tied name → the name in `shapes`."""
     _pieces: IntervalIndex
+
+    @property
+    def writers(self) -> int:
+        """Ranks that may have written what they alone knew."""
+        return self.world * self.copies
 
     @functools.cached_property
     def files(self) -> Sequence[str]:

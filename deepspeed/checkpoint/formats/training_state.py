@@ -132,6 +132,9 @@ class TrainingState:
     dp_rank: int = 0
     dp_size: int = 1
     """The ranks that ZeRO shards over."""
+    copy: int = 0
+    copies: int = 1
+    """Groups of such ranks that have equal shards, and which of them this rank is in: the first one writes them."""
     mp_rank: int = 0
     mp_size: int = 1
     pp_size: int = 1
@@ -153,6 +156,8 @@ class TrainingState:
     lr_scheduler: Mapping[str, Any] | None = None
     data: Mapping[str, Any] | None = None
     """This rank's position in its data."""
+    pacing: Mapping[str, Any] = field(default_factory=dict)
+    """What the engine's schedules by step have seen, where the number of steps does not say it."""
     rng: Mapping[str, Any] | None = None
     """This rank's random states."""
     own_buffers: Mapping[str, Tensor] | None = None
@@ -166,6 +171,16 @@ class TrainingState:
     """What of the model are experts; None: nothing."""
     shares: bool | None = None
     """This rank writes what all ranks have alike: the first one, with node-local storage one of each node."""
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether this rank writes the shards that it has."""
+        return self.copy == 0
+
+    @property
+    def number(self) -> int:
+        """Of this rank among all that may write what they alone know."""
+        return self.copy * self.dp_size + self.dp_rank
 
     @property
     def writes_shared(self) -> bool:

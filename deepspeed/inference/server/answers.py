@@ -124,6 +124,9 @@ class Answer(Response):
     def _add(self, event: TokenEvent) -> tuple[int, Continuation] | None:
         """Put a token to its text; None if the text has ended by a stop string."""
         at, handle = self._handles[event.request]
+        if event.prompt_scores:
+            for each in range(self._asked.params.n):
+                self._texts[at * self._asked.params.n + each].score_prompt(self._asked.prompts[at], event.prompt_scores)
         place = at * self._asked.params.n + event.choice
         text = self._texts[place]
         if text.ended:
@@ -134,8 +137,7 @@ class Answer(Response):
             raise RequestRefused(503, "the request was cancelled by the engine", code="cancelled")
         self._usage.cached[at] = event.cached_tokens
         self._usage.completion += not self._asked.silent
-        text.add(event)
-        if text.ended:
+        if text.add(event):
             self._open -= 1
             if all(self._texts[place - event.choice + each].ended for each in range(self._asked.params.n)):
                 handle.cancel()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.errors import DeepSpeedError, FileError, UsageError
+from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.log import logger
 from deepspeed.trust import read_regular
 
@@ -52,6 +52,8 @@ class ServeOptions:
         for name in ("tp", "replicas", "max_queue"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.port < 1 << 16:
+            raise UsageError(f"--port is {self.port}; it must be 0 to 65535")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--config", metavar="FILE", help="JSON file with the keys of RaggedInferenceEngineConfig")
     made.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 opens it to other hosts")
     made.add_argument("--port", type=int, default=8000, help="port to listen at; 0 takes a free one")
-    made.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; default: MODEL")
+    made.add_argument(
+        "--served-model-name", dest="name", metavar="NAME", help="the model's name for clients; else MODEL"
+    )
     made.add_argument("--tp", type=int, default=1, help="ranks that share every layer")
     made.add_argument("--replicas", type=int, default=1, help="engines with the whole model")
     made.add_argument("--dtype", default="auto", help="dtype of the weights; auto: that of the model")
@@ -76,27 +80,23 @@ def parser() -> argparse.ArgumentParser:
 
 def options(words: Sequence[str] | None = None) -> ServeOptions:
     """The options that a command line asks for."""
-    given = parser().parse_args(words)
-    config = _read_config(given.config)
-    if given.quantization is not None:
-        config.setdefault("quantization", {})["quantization_mode"] = given.quantization
-    if given.max_context is not None:
-        config.setdefault("state_manager", {})["max_context"] = given.max_context
-    if given.draft is not None:
-        config["speculative"] = {**(config.get("speculative") or {}), "method": "draft", "model": given.draft}
-    return ServeOptions(
-        model=given.model,
-        config=config,
-        host=given.host,
-        port=given.port,
-        name=given.served_model_name,
-        tp=given.tp,
-        replicas=given.replicas,
-        dtype=given.dtype,
-        max_queue=given.max_queue,
-        api_key_file=given.api_key_file,
-        chat_template=given.chat_template,
-    )
+    given = vars(parser().parse_args(words))
+    config = _read_config(given.pop("config"))
+    mode, context, draft = (given.pop(name) for name in ("quantization", "max_context", "draft"))
+    _override(config, "quantization", quantization_mode=mode)
+    _override(config, "state_manager", max_context=context)
+    _override(config, "speculative", method="draft" if draft else None, model=draft)
+    return ServeOptions(config=config, **given)
+
+
+def _override(config: dict[str, Any], section: str, **flags: Any) -> None:
+    """Set keys of a section to the flags that are given."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    held = config.get(section) or {}
+    if given and not isinstance(held, dict):
+        raise UsageError(f"--config: {section} is {held!r}; it must be an object")
+    if given:
+        config[section] = {**held, **given}
 
 
 def _read_config(path: str | None) -> dict[str, Any]:
@@ -105,9 +105,9 @@ def _read_config(path: str | None) -> dict[str, Any]:
     try:
         found = json.loads(read_regular(path, 1 << 20))
     except ValueError as error:
-        raise FileError(None, f"not JSON: {error}", path) from error
+        raise UsageError(f"--config {path} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise FileError(None, f"holds a JSON {type(found).__name__}; expected an object", path)
+        raise UsageError(f"--config {path} holds a JSON {type(found).__name__}; it must hold an object")
     if "manager" in found:  # the other name of the section, which a flag may add to
         found["state_manager"] = found.pop("manager")
     return found
@@ -117,11 +117,10 @@ def read_keys(path: str) -> list[str]:
     """The keys of a file, which other users must not be able to read."""
     mode = os.stat(path).st_mode
     if mode & 0o077:
-        found = stat.filemode(mode)
-        raise FileError(None, f"has mode {found}; API keys are for their owner alone: chmod 600 it", path)
+        raise UsageError(f"{path} has the mode {stat.filemode(mode)}; only its owner may read keys: chmod 600 {path}")
     keys = read_regular(path, _LONGEST_KEYS).decode().split()
     if not keys:
-        raise FileError(None, "has no key; write one per line", path)
+        raise UsageError(f"{path} has no key; write one per line")
     return keys
 
 
@@ -134,7 +133,9 @@ def listen(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         made.close()
-        raise UsageError(f"cannot listen at {host} port {port}: {error.strerror}; choose another --port") from error
+        raise UsageError(
+            f"cannot listen at {host} port {port}: {error.strerror}; choose other --host or --port"
+        ) from error
     return made
 
 

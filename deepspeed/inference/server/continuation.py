@@ -47,7 +47,6 @@ class Continuation:
         """`echo`: text before the answer. `silent`: show nothing else."""
         self.finish_reason: str | None = None
         self.tokens: list[int] = []  # since the last release
-        self.released = 0  # characters
         self._text = text
         self._stream = TextStream(text.decode, params)
         self._visible = [echo] if echo else []
@@ -55,27 +54,31 @@ class Continuation:
         self._scored = params.logprobs is not None
         self._scores: list[TokenScore] = []
         self._silent = silent
-        self._echo = echo
 
     @property
     def ended(self) -> bool:
         """Whether it has all its tokens."""
         return self.finish_reason is not None
 
-    def score_prompt(self, prompt: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[Any]) -> None:
-        """Scores of an echoed prompt."""
-        offset = 0
-        for token, logprob, top in zip(prompt, logprobs, tops, strict=True):
-            score = TokenScore.make(self._text, token, logprob, top, min(offset, len(self._echo)))
-            self._scores.append(score)
-            offset += len(score.text)
+    def score_prompt(self, prompt: Sequence[int], scores: Sequence[Any]) -> None:
+        """Scores of an echoed prompt; its first token follows nothing and has none."""
+        known = {
+            each.start + at: pair
+            for each in scores
+            for at, pair in enumerate(zip(each.logprobs, each.tops, strict=True))
+        }
+        shown, offset = TextStream(self._text.decode, SamplingParams()), 0
+        for at, token in enumerate(prompt):
+            logprob, top = known.get(at, (None, None))
+            self._scores.append(TokenScore.make(self._text, token, logprob, top, min(offset, self._length)))
+            offset += len(shown.push((token,)))
 
-    def add(self, event: TokenEvent) -> None:
-        """The next token."""
+    def add(self, event: TokenEvent) -> bool:
+        """The next token; whether it ended the text."""
         ended = event.finish_reason is not None
         if self._silent:
             self.finish_reason = event.finish_reason or "length"
-            return
+            return True
         offset = self._length
         piece = ""
         # A token that ends the text is no part of it, nor is one that stands for none.
@@ -95,12 +98,12 @@ class Continuation:
         if stopped:
             self._scores = [score for score in self._scores if score.offset < self._length]
         self.finish_reason = "stop" if stopped else event.finish_reason
+        return self.ended
 
     def release(self) -> tuple[str, list[TokenScore], list[int]]:
         """What became visible since the last call: text, scores and tokens."""
         piece = "".join(self._visible)
         self._visible.clear()
-        self.released += len(piece)
         scores, tokens = self._scores, self.tokens
         self._scores, self.tokens = [], []
         return piece, scores, tokens

@@ -35,7 +35,7 @@ class TokenEvent(NamedTuple):
     top_logprobs: Mapping[int, float] | None = None
     finish_reason: str | None = None
     cached_tokens: int = 0
-    prompt_logprobs: Sequence[Any] | None = None
+    prompt_scores: Sequence[Any] = ()  # `PromptScores` of the prompt, with the first token
 
 
 class Submit(NamedTuple):
@@ -53,7 +53,7 @@ class Cancel(NamedTuple):
     request: int
 
 
-class Refused(NamedTuple):
+class Rejected(NamedTuple):
     """A request that the engine does not take, with an HTTP status."""
 
     request: int
@@ -72,7 +72,7 @@ class Stepped(NamedTuple):
     """What one step brought."""
 
     events: list[TokenEvent]
-    refused: list[Refused]
+    refused: list[Rejected]
     stats: dict[str, Any]
 
 
@@ -130,7 +130,7 @@ class EngineLoop:
         """Whether a step would do something."""
         return bool(self._requests) or self._settling > 0
 
-    def apply(self, commands: Sequence[Command]) -> list[Refused]:
+    def apply(self, commands: Sequence[Command]) -> list[Rejected]:
         """Begin and end requests; those that the engine does not take."""
         refused = []
         for command in commands:
@@ -143,7 +143,7 @@ class EngineLoop:
             try:
                 uid = self.engine.submit(command.prompt, command.params, priority=command.priority)
             except DeepSpeedError as error:
-                refused.append(Refused(command.request, 429 if isinstance(error, QueueFull) else 400, str(error)))
+                refused.append(Rejected(command.request, 429 if isinstance(error, QueueFull) else 400, str(error)))
                 continue
             self._uids[command.request], self._requests[uid] = uid, command.request
             self._left[uid] = command.params.n
@@ -166,7 +166,7 @@ class EngineLoop:
                     token.top_logprobs,
                     token.finish_reason,
                     token.cached_tokens,
-                    getattr(token, "prompt_logprobs", None),
+                    token.prompt_scores,
                 )
             )
             if token.finish_reason is not None:

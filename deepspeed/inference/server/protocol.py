@@ -167,7 +167,7 @@ class CompletionRequest(_SampledBody):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]  # its first item says what the others are
+            return [self.prompt]  # its first item says what the others are
         return self.prompt  # type: ignore[return-value]
 
     def params(self) -> SamplingParams:

@@ -124,7 +124,7 @@ class Replica:
             message = Failed(self._ends())
         if isinstance(message, Ready):
             return message
-        self.kill()
+        self.close()
         raise EngineLost(f"engine {self.number} could not start: {message.message}")
 
     def watch(self, on_loss: Callable[[], None]) -> None:

@@ -1,11 +1,16 @@
-"""`Service`: what answers share: the text side of the model, the replicas, and what requests must keep to."""
+"""`Service`: what answers share: the text side of the model, the replicas, and what requests must keep to.
+
+`Router` says which replica gets a prompt: the one that has its prefix, unless it has much more to do than others.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import time
+from typing import Protocol
 
 from deepspeed.errors import UsageError
 from deepspeed.generate.params import SamplingParams
@@ -13,9 +18,11 @@ from deepspeed.inference.server.engine import Ready
 from deepspeed.inference.server.metrics import Metrics
 from deepspeed.inference.server.refusal import RequestRefused
 from deepspeed.inference.server.replica import Replica, Ticket
-from deepspeed.inference.server.routing import Router
 from deepspeed.inference.server.text import TextModel
 
+_CHUNK = 64  # tokens of a prefix that is remembered
+_REMEMBERED = 1 << 16  # prefixes
+_SLACK = 4  # requests that the replica with the prefix may have more than twice what the idlest has
 _LONG_TEXT = 20_000  # characters, from which a thread makes the tokens: a few milliseconds
 
 
@@ -128,3 +135,41 @@ class Service:
         """Begin a request at the replica that suits it best."""
         chosen = self._replicas[self._router.choose(prompt)]
         return Handle(chosen, chosen.submit(ticket, prompt, params, priority))
+
+
+class _Loaded(Protocol):
+    @property
+    def load(self) -> int: ...
+
+
+class Router:
+    """Remembers which replica computed which prefixes last."""
+
+    def __init__(self, replicas: Sequence[_Loaded]) -> None:
+        self._replicas = replicas
+        self._homes: OrderedDict[int, int] = OrderedDict()  # chained hash of whole chunks → replica
+
+    def choose(self, prompt: Sequence[int]) -> int:
+        """The replica for a prompt, as its place in the list."""
+        if len(self._replicas) == 1:
+            return 0
+        loads = [replica.load for replica in self._replicas]
+        idlest = min(range(len(loads)), key=loads.__getitem__)
+        prefixes = _prefixes(prompt)
+        home = next((self._homes[each] for each in reversed(prefixes) if each in self._homes), idlest)
+        chosen = home if loads[home] <= 2 * loads[idlest] + _SLACK else idlest
+        for each in prefixes:
+            self._homes[each] = chosen
+            self._homes.move_to_end(each)
+        while len(self._homes) > _REMEMBERED:
+            self._homes.popitem(last=False)
+        return chosen
+
+
+def _prefixes(prompt: Sequence[int]) -> list[int]:
+    """A hash of each prefix that is a number of whole chunks."""
+    found, before = [], 0
+    for start in range(0, len(prompt) - _CHUNK + 1, _CHUNK):
+        before = hash((before, tuple(prompt[start : start + _CHUNK])))
+        found.append(before)
+    return found

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.errors import FileError, UsageError, printable
+from deepspeed.errors import UsageError, printable
 from deepspeed.inference.server.refusal import RequestRefused
 from deepspeed.trust import read_regular
 
@@ -60,6 +60,8 @@ class TextModel:
     def _by_transformers(cls, model: str, template: str | None) -> TextModel:
         from transformers import AutoTokenizer
 
+        if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".")):
+            raise UsageError(f"there is no folder {model}; give the folder of a model, or its name on the hub")
         try:
             found = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         except (OSError, ValueError) as error:
@@ -81,8 +83,8 @@ class TextModel:
         return self.tokenizer.decode(list(tokens))
 
     def token_text(self, token: int) -> str:
-        """The text of one token; special ones by their name."""
-        return self.bytes_of(token).decode("utf-8", "replace")
+        """The text of one token: special ones by their name, bytes that are a part of a character as `\\xf0`."""
+        return self.bytes_of(token).decode("utf-8", "backslashreplace")
 
     def _bytes_of(self, token: int) -> bytes:
         """The bytes of one token: a character may take several tokens."""
@@ -167,7 +169,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(_text(path, _LARGEST))
     except ValueError as error:
-        raise FileError(None, f"not JSON: {error}", str(path)) from error
+        raise UsageError(f"{path} is not JSON: {error}") from error
     return found if isinstance(found, dict) else {}
 
 
@@ -175,4 +177,4 @@ def _text(path: Path, limit: int) -> str:
     try:
         return read_regular(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FileError(None, f"not text in UTF-8: {error}", str(path)) from error
+        raise UsageError(f"{path} is not text in UTF-8: {error}") from error

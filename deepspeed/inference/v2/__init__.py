@@ -2,6 +2,15 @@
 
 from deepspeed._package import lazy
 
+__all__ = [
+    "InferenceEngineV2",
+    "RaggedInferenceEngineConfig",
+    "SchedulingError",
+    "SchedulingResult",
+    "build_engine_from_ds_checkpoint",
+    "build_hf_engine",
+]
+
 _HOME = "deepspeed.inference.v2.engine_v2"
 
 __getattr__ = lazy(

@@ -25,6 +25,18 @@ from deepspeed.inference.checkpoint import DESCRIPTION, SlicedFiles, described_f
 from deepspeed.log import logger
 from deepspeed.tensor_parallel import splits_of
 
+__all__ = [
+    "CheckpointEngineBase",
+    "HuggingFaceCheckpointEngine",
+    "InferenceEngineV2",
+    "InferenceV2Policy",
+    "ModelFacts",
+    "SchedulingError",
+    "SchedulingResult",
+    "build_engine_from_ds_checkpoint",
+    "build_hf_engine",
+]
+
 _PICKLED = "ds_model_config.pkl"
 
 
@@ -75,7 +87,7 @@ class CheckpointEngineBase:
 
     def parameters(self) -> Iterable[tuple[str, Tensor]]:
         """Names and tensors."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what its parameters are")
+        raise UsageError(f"{type(self).__name__} does not say what its parameters are; define parameters()")
 
 
 class HuggingFaceCheckpointEngine(CheckpointEngineBase):
@@ -299,12 +311,12 @@ def build_engine_from_ds_checkpoint(
             f"{path} has no {DESCRIPTION} of InferenceEngineV2.serialize(), but {found}. Build the engine from the "
             "model's own folder (build_hf_engine), and serialize it anew"
         )
-    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
         config = AutoConfig.from_pretrained(path)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None))  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(config, "dtype", None))
     files: SlicedFiles = described_files(Path(path))
     values_from(model, files.whole)
     fill_slices(take_place(model), files, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch.nn import functional
 
 from deepspeed.ops.model.rows import takes
 from deepspeed.ops.registry import by_triton, op, reference
+
+if TYPE_CHECKING:
+    from deepspeed.ops.generate.kernels.attention import AttentionTile
 
 __all__ = ["AttentionOptions", "paged_attention", "paged_attention_reference", "paged_attention_triton"]
 
@@ -37,6 +41,9 @@ class AttentionOptions:
     value_scale: Tensor | None = None
     causal: bool = True
     deterministic: bool = False
+    """A query gets the same bits in any batch."""
+    tile: AttentionTile | None = None
+    """The shape of programs; None: by the shapes of the tensors."""
 
 
 def paged_attention(
@@ -46,28 +53,15 @@ def paged_attention(
     tables: Tensor,
     starts: Tensor,
     lengths: Tensor,
-    *,
-    scale: float,
-    max_query: int,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi: Tensor | None = None,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    causal: bool = True,
-    deterministic: bool = False,
+    options: AttentionOptions,
 ) -> Tensor:
     """[tokens, heads, value width]: attention of query [tokens, heads, width] to pages [blocks, size, heads, width].
 
     Sequence s has the queries starts[s] to starts[s+1] and keeps lengths[s] tokens, these included, in the blocks
-    tables[s]; a block of -1 is not read. Query i of n has position lengths[s] - n + i and sees `window` tokens up to
+    tables[s]; a block of -1 is not read. Query i of n has position lengths[s] - n + i and sees a window's tokens up to
     itself. Rows behind starts[-1] are padding: their results are finite and mean nothing. Launches depend on shapes
-    and on `max_query` only, so they can be captured. `deterministic` gives a query the same bits in any batch.
+    and on `max_query` only, so they can be captured.
     """
-    options = AttentionOptions(
-        scale, max_query, window, soft_cap, sinks, alibi, key_scale, value_scale, causal, deterministic
-    )
     result: Tensor = op("paged_attention")(query, key_pages, value_pages, tables, starts, lengths, options)
     return result
 

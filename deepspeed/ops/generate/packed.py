@@ -3,9 +3,10 @@
 [Note: packed layouts] The inner dim of a weight is padded to whole units of 128 columns.
 
 w8a16     a byte each: number + zero
-w4a16     64 bytes a unit: column j in the low half of byte j, column j + 64 in the high half
-wf6af16   96 bytes a unit: 64 as of w4a16 with the low four bits, then 32: bits 2q and 2q + 1 of byte j are the high two
-          bits of column j + 32q. A number has a sign, 3 bits of exponent (bias 3) and 2 of fraction, none is infinite.
+w4a16     64 bytes a unit, 16 words of 32 bits: column 16k + i is in bits 4k to 4k + 3 of word i
+wf6af16   96 bytes a unit: 64 with the low four bits, column j in the low half of byte j and column j + 64 in the high
+          half, then 32: bits 2q and 2q + 1 of byte j are the high two bits of column j + 32q.
+          A number has a sign, 3 bits of exponent (bias 3) and 2 of fraction, none is infinite.
 fp8       e4m3, not padded, one scale for each row
 
 So what a kernel reads of a unit is contiguous, and what it takes out of one load multiplies contiguous columns of x.
@@ -29,8 +30,8 @@ __all__ = ["MODES", "PackedWeight", "pack", "packed_linear", "unpack"]
 
 UNIT = 128
 """Columns that are packed together; a group is a multiple of it."""
-MOST_ROWS = 64
-"""Rows up to which 8-bit weights are widened; more are rounded to 8 bits themselves."""
+FEW_ROWS, MOST_ROWS = 8, 64
+"""Rows up to which 8-bit floats are widened (more are rounded themselves), and up to which weights are streamed."""
 E4M3 = torch.float8_e4m3fn
 
 _BITS = {"w8a16": 8, "w4a16": 4, "wf6af16": 6}
@@ -142,10 +143,11 @@ def _joined(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes
     rows = len(codes)
+    if bits == 4:
+        nibbles = codes.view(rows, -1, 4, 2, UNIT // 8)
+        return (nibbles[:, :, :, 0] | (nibbles[:, :, :, 1] << 4)).transpose(2, 3).reshape(rows, -1)
     halves = (codes & 15).view(rows, -1, 2, UNIT // 2)
     low = halves[:, :, 0] | (halves[:, :, 1] << 4)
-    if bits == 4:
-        return low.reshape(rows, -1)
     pairs = (codes >> 4).view(rows, -1, 4, UNIT // 4)
     high = pairs[:, :, 0] | (pairs[:, :, 1] << 2) | (pairs[:, :, 2] << 4) | (pairs[:, :, 3] << 6)
     return torch.cat((low, high), 2).view(rows, -1)
@@ -156,13 +158,13 @@ def _separated(data: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return data
     rows = len(data)
+    if bits == 4:
+        pairs = data.view(rows, -1, UNIT // 8, 4).transpose(2, 3)
+        return torch.stack((pairs & 15, pairs >> 4), 3).view(rows, -1)
     units = data.view(rows, -1, UNIT * bits // 8)
-    low = units[:, :, : UNIT // 2]
+    low, high = units[:, :, : UNIT // 2], units[:, :, UNIT // 2 :]
     codes = torch.cat((low & 15, low >> 4), 2)
-    if bits == 6:
-        high = units[:, :, UNIT // 2 :]
-        codes = codes | torch.cat([(high >> 2 * quarter & 3) << 4 for quarter in range(4)], 2)
-    return codes.view(rows, -1)
+    return (codes | torch.cat([(high >> 2 * quarter & 3) << 4 for quarter in range(4)], 2)).view(rows, -1)
 
 
 def packed_linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -180,18 +182,21 @@ def packed_linear_reference(x: Tensor, packed: PackedWeight, bias: Tensor | None
 @by_triton("packed_linear")
 @torch.no_grad()
 def packed_linear_triton(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """By the kernel where it can; many rows times an fp8 weight by products of 8-bit numbers."""
+    """By the kernels where they can; more than a few rows times an fp8 weight by products of 8-bit numbers."""
     rows = x.reshape(-1, x.shape[-1])
     sized = takes(x) and x.dtype != torch.float32 and rows.numel() > 0 and x.shape[-1] % MULTIPLE == 0
     if not sized:
         return packed_linear_reference(x, packed, bias)
-    if packed.mode == "fp8" and len(rows) > MOST_ROWS and packed.shape[0] % MULTIPLE == 0:
+    from deepspeed.ops.generate.kernels.packed import multiply
+
+    if packed.mode != "fp8" or len(rows) <= FEW_ROWS:
+        found = multiply(rows, packed, bias)
+    else:
         rounded = round_rows(rows.contiguous(), E4M3)
         assert rounded.rows is not None, "rows are asked for"
-        found = product(rounded.rows, packed.data, (rounded.scale, packed.scales), x.dtype, fast=True)
-        found = found if bias is None else found + bias
-    else:
-        from deepspeed.ops.generate.kernels.packed import multiply
-
-        found = multiply(rows, packed, bias)
+        if len(rows) <= MOST_ROWS or packed.shape[0] % MULTIPLE:
+            found = multiply(rounded.rows, packed, bias, x_scale=rounded.scale, dtype=x.dtype)
+        else:
+            found = product(rounded.rows, packed.data, (rounded.scale, packed.scales), x.dtype, fast=True)
+            found = found if bias is None else found + bias
     return found.view(*x.shape[:-1], packed.shape[0])

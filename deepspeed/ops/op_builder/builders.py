@@ -28,16 +28,16 @@ BUILDERS: dict[str, tuple[str, str]] = {
     "GDSBuilder": ("gds", "deepspeed.ops.aio.gds"),
     "DeepCompileBuilder": ("dc", "DeepCompile"),
     "EvoformerAttnBuilder": ("evoformer_attn", "kernels"),
-    "FPQuantizerBuilder": ("fp_quantizer", "kernels"),
-    "InferenceBuilder": ("transformer_inference", "inference"),
-    "InferenceCoreBuilder": ("inference_core_ops", "FastGen"),
-    "InferenceCutlassBuilder": ("cutlass_ops", "FastGen"),
+    "FPQuantizerBuilder": ("fp_quantizer", "deepspeed.ops.fp_quantizer"),
+    "InferenceBuilder": ("transformer_inference", "deepspeed.ops.generate.streaming"),
+    "InferenceCoreBuilder": ("inference_core_ops", "deepspeed.ops.generate.packed"),
+    "InferenceCutlassBuilder": ("cutlass_ops", "deepspeed.ops.grouped"),
     "QuantizerBuilder": ("quantizer", "ZeRO++"),
-    "RaggedOpsBuilder": ("ragged_device_ops", "FastGen"),
-    "RaggedUtilsBuilder": ("ragged_ops", "FastGen"),
+    "RaggedOpsBuilder": ("ragged_device_ops", "deepspeed.ops.generate.attention"),
+    "RaggedUtilsBuilder": ("ragged_ops", "deepspeed.ops.generate.pages"),
     "RandomLTDBuilder": ("random_ltd", "data efficiency"),
     "SparseAttnBuilder": ("sparse_attn", "sparse attention"),
-    "SpatialInferenceBuilder": ("spatial_inference", "inference"),
+    "SpatialInferenceBuilder": ("spatial_inference", "kernels"),
 }
 
 

@@ -41,6 +41,7 @@ from deepspeed.checkpoint.storage.rank_meeting import RankExchange, RankMeeting,
 from deepspeed.config.checkpoint import CheckpointConfig
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.log import log_dist
+from deepspeed.ops.onebit import ZeroOneAdam
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.runtime.dataloader import seek
 from deepspeed.runtime.parts import Parts
@@ -187,6 +188,9 @@ class Checkpoints:
         self.manager.wait()  # a save in the background has its own meeting, and perhaps an error
         with self.manager.exchange.meeting(what) as meeting:
             _, heard = on_all_ranks(meeting, what, lambda: self._look(save_dir, tag, run))
+            if isinstance(self._parts.basic_optimizer, ZeroOneAdam) and self._parts.states is not None:
+                self._parts.basic_optimizer.synchronise()  # ranks may have taken steps of their own
+                self._parts.states.publish()
             allocate = self.manager.allocator() if background else None
             stood_in = not background and self.plug is None and self.manager.policy.zipped
             stand_ins = StandIns() if stood_in and StandIns.works() else None
@@ -330,12 +334,14 @@ class Checkpoints:
     def restore_rank(self, source: Source, loader: Any) -> None:
         """This rank's random states and, on any number of ranks, its place in the data."""
         axis = self._parts.layout.samples
-        own = source.rank_state(axis.rank) if source.world == axis.size else {}
+        own = source.rank_state(axis.rank) if source.writers == axis.size else {}
         if own.get("rng"):
             restore_states(own["rng"])
-        if own.get("reductions"):
-            self._parts.sharded.load_reduction_states(own["reductions"])
-        data = (own or source.rank_state(0)).get("data")
+        self._parts.sharded.load_reduction_states(own.get("reductions") or {})
+        alike = own or source.rank_state(0)
+        data = alike.get("data")
+        if self._parts.pacing is not None and alike.get("pacing"):
+            self._parts.pacing.load_state_dict(alike["pacing"])
         if data and loader is not None and not seek(loader, data):
             log_dist(
                 f"the checkpoint holds a place in the data, but a {type(loader).__name__} has no load_state_dict: it "

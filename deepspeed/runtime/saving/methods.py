@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from logging import WARNING
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.storage.durable import gibibytes
 from deepspeed.checkpoint.storage.manager import default_tag
+from deepspeed.config.memory import read_size
 from deepspeed.config.zero import OffloadStateTypeEnum as Kind
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError, DeepSpeedError, UsageError
 from deepspeed.events import RunContinued
@@ -27,6 +29,7 @@ from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.checkpoints import Checkpoints, leftovers, plain_copy
 from deepspeed.runtime.saving.model_state import collect, gather_experts, join_slices, load, load_by, write_model
 from deepspeed.runtime.saving.restoring import LoadRequest, rates, warn_of_rates
+from deepspeed.runtime.saving.stream import WeightBuckets
 from deepspeed.runtime.saving.training_state import RunState, continue_scale
 from deepspeed.tensor_parallel import cut_state
 from deepspeed.zero.interface import shards_of
@@ -289,6 +292,16 @@ class CheckpointMethods:
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         return self.zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def stream_weights(
+        self, bucket: int | str = "512MB", *, dtype: torch.dtype | None = None, merge_lora: bool = True
+    ) -> Iterator[dict[str, Tensor]]:
+        """Whole tensors by Transformers' names, in buckets of at most so many bytes, or of one larger tensor.
+
+        All ranks iterate together, to the end. Adapters are added to their weights, or come by names of their own. A
+        bucket that is let go before the next one bounds the memory at two of them.
+        """
+        return iter(WeightBuckets(self._parts, read_size(bucket), dtype, merge=merge_lora))
 
     def save_16bit_model(
         self,

@@ -285,7 +285,7 @@ class Restoring:
         module, source = self._parts.module, self._source
         present, parameters = model_values(self._parts), model_names(self._parts)
         axis = self._parts.layout.samples
-        own = source.rank_state(axis.rank).get("buffers") if source.world == axis.size else None
+        own = source.rank_state(axis.rank).get("buffers") if source.writers == axis.size else None
         for name, tensor in {**source.buffers, **(own or {})}.items():
             target = present.get(name)
             if isinstance(target, Tensor) and id(target) not in parameters:

@@ -19,6 +19,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon.aux_adam import ADAM_DEFAULTS, MUON_DEFAULTS, MuonWithAuxAdam
+from deepspeed.ops.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from deepspeed.ops.optimizer import BatchOptimizer
 from deepspeed.precision.cast import short
 from deepspeed.precision.policy import Precision
@@ -170,8 +171,9 @@ def _adam(order: _OptimizerRequest) -> tuple[type[torch.optim.Optimizer], bool, 
 
 def _class(order: _OptimizerRequest) -> Any:
     """The class of every type that needs no more than a choice of one."""
-    if order.kind == "Lamb":
-        return FusedLamb
+    own = {"Lamb": FusedLamb, "OneBitAdam": OnebitAdam, "OneBitLamb": OnebitLamb, "ZeroOneAdam": ZeroOneAdam}
+    if order.kind in own:
+        return own[order.kind]
     if order.kind in ("Lion", "Adagrad") and order.offloaded:
         if order.bf16_states:
             order.params["fp32_optimizer_states"] = False

@@ -19,6 +19,7 @@ from deepspeed.comm import Pending
 from deepspeed.errors import DeepSpeedError
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.ops.one_pass import Conditions, OnePass
+from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.ops.optimizer import BatchOptimizer
 from deepspeed.ops.precompile import Scene
 from deepspeed.precision.scale import LossScale
@@ -154,7 +155,8 @@ class Stepper:
             norm = self._reported(Pending(shown))
             value = self.scale.value
             return StepOutcome(found is not None, norm, value, value, empty=found is None)
-        if self._empty and not self.states.staged:  # else all stages measure and count the step
+        alone = not self.states.staged and not (isinstance(self.optimizer, OneBitOptimizer) and self.optimizer.local)
+        if self._empty and alone:  # else all stages, or ranks, measure and count the step
             self.drop_gradients()
             return StepOutcome(False, Pending(None), self.scale.value, self.scale.value, empty=True)
         device = self.states.device

@@ -29,7 +29,7 @@ from deepspeed.zero.parameters.parameter import shard_parameter
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DeepSpeedTensorOverride", "Init"]
+__all__ = ["DeepSpeedTensorOverride", "Init", "MiCS_Init"]
 
 _OVERRIDES = (DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device)
 
@@ -71,11 +71,15 @@ class Init(ContextDecorator):
             return
         _refuse(
             zero_param_parallel_group=zero_param_parallel_group is not None,
-            zero_quantized_weights=zero_quantized_weights,
             zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
             param_swapper=param_swapper is not None,
         )
         schema = _schema(config_dict_or_path, config)
+        if zero_quantized_weights and (schema is None or not schema.zero_optimization.zero_quantized_weights):
+            raise UsageError(
+                "zero.Init: zero_quantized_weights is given, but the engine gathers the weights as its config says. Set "
+                "zero_optimization.zero_quantized_weights in the config that Init gets, too, or leave this out."
+            )
         where = _where(remote_device, schema)
         on_hosts = where == "cpu"
         comm.init_distributed()
@@ -83,7 +87,8 @@ class Init(ContextDecorator):
         self._pin = pin_memory and on_hosts and device.type != "cpu"
         self._placement = _placement(schema, dtype, torch.device("cpu") if on_hosts else device, set(tensor_overrides))
         group = sequence_data_parallel_group if sequence_data_parallel_group is not None else data_parallel_group
-        self._axis = construction_axis(group, mpu, on_hosts=on_hosts)
+        size = -1 if schema is None else schema.zero_optimization.mics_shard_size
+        self._axis, self._replicas = construction_axis(group, mpu, on_hosts=on_hosts, shard_size=size)
         # The engine moves chunks to files of its own; until then these live as long as the chunks.
         self._files = remote_of(schema, ExitStack()) if schema is not None and where == "nvme" else None
         self._gather = None if self._files is None else gather_from(self._files, fetch.PLAIN)
@@ -122,7 +127,7 @@ class Init(ContextDecorator):
         """Shard every parameter below that is not sharded yet, with the values of the first rank."""
         for name, param in self._placement.put(module):
             shard = shard_parameter(param, self._axis, f"{type(module).__name__}.{name}", self._files)
-            shard.strict, shard.gather = self._strict, self._gather
+            shard.strict, shard.gather, shard.replicas = self._strict, self._gather, self._replicas
             fetch.spread([shard])
             shard.edits = 0
             if shard.numel:
@@ -130,6 +135,44 @@ class Init(ContextDecorator):
             if self._pin:
                 shard.data = get_accelerator().pin_memory(shard.data)
                 shard.refit(shard.dtype)
+
+
+class MiCS_Init(Init):
+    """`Init` over the groups of `zero_optimization.mics_shard_size` ranks, which the config has to name."""
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: ProcessGroup | None = None,
+        sequence_data_parallel_group: ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+    ) -> None:
+        schema = _schema(config_dict_or_path, config) if enabled else None
+        if enabled and (schema is None or schema.zero_optimization.mics_shard_size < 1):
+            raise UsageError(
+                "zero.MiCS_Init: config_dict_or_path does not give zero_optimization.mics_shard_size, the number of "
+                "ranks that share one set of shards; add the key, or use zero.Init"
+            )
+        super().__init__(
+            module,
+            data_parallel_group,
+            mem_efficient_linear,
+            remote_device,
+            pin_memory,
+            config_dict_or_path,
+            config,
+            enabled,
+            dtype,
+            mpu,
+            sequence_data_parallel_group=sequence_data_parallel_group,
+        )
 
 
 def _schema(config_dict_or_path: Any, config: Any) -> Schema | None:

@@ -26,6 +26,7 @@ from deepspeed.parallel.mpu import current_layout
 from deepspeed.parallel.process_groups import create_group, ranks_of
 from deepspeed.precision.cast import CASTABLE, BufferRule, parameter_dtypes
 from deepspeed.zero.parameters.shard import shard_of
+from deepspeed.zero.placement import ShardAxes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -136,10 +137,12 @@ class GivenAxis(AxisGroup):
         raise LayoutError(f"a bare process group of the ranks {list(self.ranks)} cannot be split; use a layout")
 
 
-def construction_axis(group: Any, mpu: Any, *, on_hosts: bool) -> AxisGroup:
-    """The ranks of a group, else the data-parallel ranks of an mpu, else all ranks.
+def construction_axis(
+    group: Any, mpu: Any, *, on_hosts: bool, shard_size: int = -1
+) -> tuple[AxisGroup, AxisGroup | None]:
+    """The ranks of a group, else the data-parallel ranks of an mpu, else all ranks; with MiCS (shards, equal shards).
 
-    `on_hosts` asks for a group that carries host tensors, whatever the devices are.
+    `on_hosts` asks for groups that carry host tensors, whatever the devices are.
     """
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
@@ -152,6 +155,7 @@ def construction_axis(group: Any, mpu: Any, *, on_hosts: bool) -> AxisGroup:
         axis = current_layout.keep(layout_from_mpu(mpu)).samples
     else:
         axis = ParallelLayout.build().samples
+    shard, replicas = ShardAxes(lambda _: axis, shard_size).levels(axis)
     if on_hosts and axis.size > 1 and dist.get_backend(axis.group) != dist.Backend.GLOO:
-        return GivenAxis(axis.twin("gloo"))
-    return axis
+        return GivenAxis(shard.twin("gloo")), None if replicas is None else GivenAxis(replicas.twin("gloo"))
+    return shard, replicas

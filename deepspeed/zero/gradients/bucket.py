@@ -19,7 +19,7 @@ from deepspeed import comm
 from deepspeed.accelerator.side_stream import SideStream
 from deepspeed.comm import Pending
 from deepspeed.zero.gradients.interfaces import BucketEntry
-from deepspeed.zero.gradients.reduction import EvenShares, OwnedShares, Share, WholeShares
+from deepspeed.zero.gradients.reduction import EvenShares, OwnedShares, Share, SharePart, WholeShares
 from deepspeed.zero.piece import StatePiece
 
 # Slices of all ranks whose sizes differ by less than this are padded to one size, which backends can scatter.
@@ -142,13 +142,14 @@ class Bucket:
         return any(piece.home is not None and piece.home.device != self.device for piece, _ in self.cuts)
 
     def _lay_even(self) -> None:
-        at = 0
+        at, parts = 0, []
         for entry in self.entries:
+            parts.append(SharePart(entry.name, at, entry.chunk))
             self._by_rows.append(entry.rows > 0 and entry.rows % self._world == 0)
             if entry.piece is not None:
                 self.cuts.append((entry.piece, slice(at, at + entry.piece.master.numel())))
             at += entry.chunk
-        self.share = EvenShares(at)
+        self.share = EvenShares(at, (tuple(parts),))
 
     def _lay_owned(self) -> None:
         if any(len(entry.owners) > self.reduction.few for entry in self.entries):
@@ -164,19 +165,21 @@ class Bucket:
             return
         self._order = sorted(order, key=lambda item: item[0])
         lengths: dict[int, int] = {}
+        parts: dict[int, list[SharePart]] = {}
         for owner, place, part in self._order:
             at = lengths.get(owner, 0)
+            parts.setdefault(owner, []).append(SharePart(self.entries[place].name, at, part.stop - part.start))
             lengths[owner] = at + part.stop - part.start
             if owner == self._rank:
                 piece = self.entries[place].piece
                 assert piece is not None, "a rank that owns elements has a piece of them"
                 self.cuts.append((piece, slice(at, lengths[owner])))
-        longest = max(lengths.values())
+        longest, lying = max(lengths.values()), tuple(map(tuple, parts.values()))
         if len(lengths) == self._world and longest * self._world <= _PADDING * sum(lengths.values()):
             self._pads = {owner: longest - length for owner, length in lengths.items() if length < longest}
-            self.share = EvenShares(longest)
+            self.share = EvenShares(longest, lying)
         else:
-            self.share = OwnedShares(tuple(lengths.items()))
+            self.share = OwnedShares(tuple(lengths.items()), lying)
 
     def _lay_line(self) -> None:
         """So many ranks own parts that all get all of it: gradients lie one after the other, as they are."""

@@ -24,6 +24,7 @@ from deepspeed.zero.gradients.bucket import Bucket, BucketsInFlight
 from deepspeed.zero.gradients.bucket_order import pack_buckets
 from deepspeed.zero.gradients.hooks import GradientHooks
 from deepspeed.zero.gradients.interfaces import BucketEntry, GradientConsumer, GradientGroup, ReductionOf
+from deepspeed.zero.gradients.late_means import LateMean, late_packs
 from deepspeed.zero.gradients.replicated import ReplicatedGradients, ReplicatedInFlight
 from deepspeed.zero.parameters.shard import shard_of
 
@@ -288,6 +289,8 @@ class GradientReducer:
         """Every rank takes an optimizer step now: `finish`, and an error on all ranks if one does something else."""
         if self._passes is not None:
             self._passes.forget_graphs()
+        for reduction in {id(entry.reduction): entry.reduction for entry in self._entries}.values():
+            reduction.stepped()
         if self._agreement is not None and self._absent is not None:
             self._exchange([0, 0, 0], "begin of an optimizer step")
             return
@@ -439,9 +442,23 @@ class GradientReducer:
             self._passes.schedule.retrace()
         self.land()
         self._absent = frozenset(range(count)) - had
+        self._average_copies()
         if order is not None:
             self._order, self._unused = order, self._absent
             self._rebuild()
+
+    @torch.no_grad()
+    def _average_copies(self) -> None:
+        """Take the means over ranks that hold equal shards, which reductions left for now; two are on their way."""
+        absent = self._absent or frozenset()
+        kept = [entry for number, entry in enumerate(self._entries) if number not in absent]
+        flying: list[LateMean] = []
+        for pieces in late_packs(kept, self._ways.limit):
+            flying.append(LateMean(pieces))
+            if len(flying) > 1:
+                flying.pop(0).land()
+        for mean in flying:
+            mean.land()
 
     def _exchange(self, words: Sequence[int], what: str) -> Tensor:
         """What all ranks say with STEP before it; an error on all of them if one does something else."""

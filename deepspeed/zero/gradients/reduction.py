@@ -1,6 +1,10 @@
 """How one bucket of gradients gets to its owners: `Reduction`, and the plain one over the ranks of an axis.
 
 Codecs are other objects with the same methods, which `deepspeed.zero.build.make_reduction` chooses.
+
+[Note: late means] Where a step has several backwards, equal shards of several ranks are averaged once, before the step.
+What a backward leaves is the mean over the shard's own ranks, so that the mean over copies is the mean of all. Taken
+twice, because more gradients were added in between, it still is: the mean of equal values is the value.
 """
 
 from __future__ import annotations
@@ -27,10 +31,22 @@ _FEW_OWNERS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class SharePart:
+    """The elements of one parameter in a slice."""
+
+    name: str
+    start: int
+    """Where they begin in the slice."""
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class EvenShares:
     """Every rank owns as many elements, in the order of the ranks."""
 
     length: int
+    parts: tuple[tuple[SharePart, ...], ...] = ()
+    """What lies in each slice; one entry where all slices are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +54,8 @@ class OwnedShares:
     """(rank, elements) of those that own any, in the order in which their slices lie."""
 
     lengths: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[SharePart, ...], ...] = ()
+    """What lies in each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +76,13 @@ class ReductionWeights:
     """The mean comes out, not the sum."""
 
     @classmethod
-    def of(cls, schema: Schema, size: int) -> ReductionWeights:
-        """Those of a config: the mean, or the sum if `gradient_allreduce_op` says so; divided early or late."""
+    def of(cls, schema: Schema, size: int, copies: int = 1) -> ReductionWeights:
+        """Those of a config: the mean, or the sum if `gradient_allreduce_op` says so; divided early or late.
+
+        Times `copies`, over which a mean is taken afterwards.
+        """
         mean = schema.gradient_allreduce_op == "mean"
-        whole = 1.0 / size if mean else 1.0
+        whole = copies / size if mean else float(copies)
         if schema.prescale_gradients:
             return cls(whole, 1.0, mean)
         early = schema.gradient_predivide_factor
@@ -83,14 +104,21 @@ class Reduction(Protocol):
     def few(self) -> int:
         """So many owners of unequal slices it serves apart; where there are more, `WholeShares` is better."""
 
+    @property
+    def late(self) -> AxisGroup | None:
+        """Ranks that hold the same slices, over which these are averaged once before the step; None if none are."""
+
     def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
         """Begin with a tensor that is used up; the result is this rank's slice, weighted."""
+
+    def stepped(self) -> None:
+        """All ranks are about to take an optimizer step."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """What it has to remember from step to step on this rank, for checkpoints; empty if nothing."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave on the same rank of as many."""
+        """Take over what `state_dict` gave on the same rank of as many; nothing, if there is nothing of that kind."""
 
     def close(self) -> None:
         """Let go of whatever it holds."""
@@ -106,6 +134,8 @@ class ReduceToOwners:
     weights: ReductionWeights = ReductionWeights()
     replicate: AxisGroup | None = None
     """Ranks that hold the same slice for other samples."""
+    late: AxisGroup | None = None
+    """The same, where their mean is taken once before the step: see [Note: late means]."""
     everywhere: bool = False
     """By all-reduce instead of to the owners only (`reduce_scatter` false)."""
     merged: bool = True
@@ -149,6 +179,9 @@ class ReduceToOwners:
 
     def _weigh(self, mine: Tensor) -> Tensor:
         return mine.mul_(self.weights.after) if self.weights.after != 1.0 and mine.numel() else mine
+
+    def stepped(self) -> None:
+        """See `Reduction`."""
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}

@@ -71,6 +71,11 @@ class FetchCoordinator:
         self._forwards.clear()
         self.in_backward = False
 
+    def free_copies(self) -> None:
+        """Free what neighbours keep of parameters; on all ranks together, between passes."""
+        if self.schedule.copies is not None:
+            self.schedule.copies.free()
+
     @property
     def current(self) -> ModuleUse | None:
         """The innermost module that is running."""

@@ -22,6 +22,7 @@ from deepspeed.log import logger, warn_once
 from deepspeed.zero.agreement import DONE, STEP, RankAgreement, begin_code, digest
 from deepspeed.zero.parameters.fetch_plan import FetchLimits, FetchPlan, UseEvent, plan
 from deepspeed.zero.parameters.gather import GatherFor, finish, start
+from deepspeed.zero.parameters.near import NearCopies
 from deepspeed.zero.parameters.shard import Shard
 from deepspeed.zero.parameters.uses import ModuleUse
 
@@ -90,6 +91,8 @@ class FetchSchedule:
         self.first: list[int] = []
         """The uses of the last forward that was asked for, in order."""
         self.departing: LeavingBuckets | None = None
+        self.copies: NearCopies | None = None
+        """What neighbours keep of parameters; ranks agree in each pass whether it is good."""
         self.gathers = 0
         """Parameters gathered so far."""
 
@@ -116,6 +119,8 @@ class FetchSchedule:
     def invalidate(self) -> None:
         """Forget the plans."""
         self._known.clear()
+        if self.copies is not None:
+            self.copies.outdated = True
 
     @property
     def live(self) -> int:
@@ -151,7 +156,10 @@ class FetchSchedule:
         usable = known.plan if known.misfits < _PATIENCE else None
         self._pass = _Pass(key, usable, known.learned)
         mine = begin_code((key, usable is not None), backward=key[0] == "backward")
-        codes = self._say(mine, f"begin of a {key[0]} pass")[:, 0]
+        said = self._say(mine, f"begin of a {key[0]} pass")
+        if self.copies is not None and bool(said[:, 3].any()):
+            self.copies.drop()
+        codes = said[:, 0]
         if bool((codes == mine).all()):
             return
         if bool((codes >= STEP).any()) or bool(((codes - mine) % 2 != 0).any()):
@@ -241,7 +249,8 @@ class FetchSchedule:
 
     def _say(self, code: int, what: str) -> Tensor:
         ready, forced = (0, 0) if self.departing is None else self.departing.ready()
-        return self._agreement.exchange([code, ready, forced, 0], what)
+        outdated = self.copies is not None and self.copies.outdated
+        return self._agreement.exchange([code, ready, forced, outdated], what)
 
     def _serve(self, now: _Pass) -> bool:
         """Take part in what other ranks still need; True if anybody needed anything."""

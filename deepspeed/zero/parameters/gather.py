@@ -6,10 +6,10 @@ Each shard knows its gather, so that the engine and users make it whole in the s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,8 @@ class BlockGather:
 
     limit: int
     """Elements that are gathered at a time where memory has to be bounded (`allgather_bucket_size`)."""
+    exact: bool = True
+    """A rank's own block is what it was."""
 
     @torch.no_grad()
     def start(self, shards: Sequence[FlatBlocks], serves: GatherFor) -> None:
@@ -89,36 +91,57 @@ class BlockGather:
         return Pending(None)
 
 
+class Cut(NamedTuple):
+    """A parameter that becomes whole from parts of equal length on the ranks of an axis."""
+
+    shard: Shard
+    axis: AxisGroup
+    sent: Tensor
+    """This rank's part."""
+
+    @property
+    def rows(self) -> Tensor:
+        """The memory of the whole parameter, a row for each rank's part."""
+        shard = self.shard
+        return shard.rows if self.axis is shard.axis else shard.flat.view(self.axis.size, -1)
+
+
+def _by_chunk(shard: Shard) -> Cut:
+    return Cut(shard, shard.axis, shard.sent)
+
+
 @dataclass(frozen=True)
 class PlainGather:
-    """By all-gather of the chunks as they are."""
+    """By all-gather of the chunks as they are, or of what `cut` gives."""
 
     by_all_reduce: bool = False
     one_by_one: bool = False
+    cut: Callable[[Shard], Cut] = _by_chunk
 
     @torch.no_grad()
     def start(self, shards: Sequence[Shard], serves: GatherFor) -> None:
-        kinds: dict[Any, list[Shard]] = {}
+        kinds: dict[Any, list[Cut]] = {}
         for shard in shards:
+            cut = self.cut(shard)
             if self.by_all_reduce:
-                shard.pending = _by_all_reduce(shard)
+                shard.pending = _by_all_reduce(cut)
             else:
-                kinds.setdefault((shard.dtype, shard.axis), []).append(shard)
+                kinds.setdefault((shard.dtype, cut.axis), []).append(cut)
         for (_, axis), alike in kinds.items():
             group = axis.group
             backend = _backend(group)
             limit = 1 << 60 if backend in BATCHING else _WORTH_PACKING.get(backend, _WORTH_PACKING["others"])
-            together = [] if self.one_by_one else [shard for shard in alike if _bytes(shard) < limit]
+            together = [] if self.one_by_one else [cut for cut in alike if cut.sent.nbytes < limit]
             if len(together) < 2:
                 together = []
             elif backend in BATCHING:
                 _batched(together, group)
             else:
                 _packed(together, group)
-            known = set(map(id, together))
-            for shard in alike if len(known) < len(alike) else ():
-                if id(shard) not in known:
-                    _single(shard, group)
+            known = {id(cut.shard) for cut in together}
+            for cut in alike if len(known) < len(alike) else ():
+                if id(cut.shard) not in known:
+                    _single(cut, group)
 
 
 PLAIN = PlainGather()
@@ -138,8 +161,7 @@ def start(shards: Iterable[Shard], serves: GatherFor = GatherFor.ACCESS) -> None
 def finish(shards: Iterable[Shard]) -> None:
     """Wait for what was started; the parameters are whole then."""
     for shard in shards:
-        if shard.pending is not None:
-            shard.pending.wait()
+        shard.arrive()
         shard.attach()
 
 
@@ -151,15 +173,18 @@ def gather(shards: Sequence[Shard], serves: GatherFor = GatherFor.ACCESS) -> Non
 
 @torch.no_grad()
 def spread(shards: Sequence[Shard], source: int = 0) -> None:
-    """Let every rank cut what one rank of the axis has as the whole parameters; all of them are whole."""
+    """Let every rank cut what one of those that hold them has as the whole parameters; all of them are whole."""
     axes: dict[Any, list[Shard]] = {}
     for shard in shards:
         shard.reclaim()
         if not shard.alone:
             axes.setdefault(shard.axis, []).append(shard)
     for axis, alike in axes.items():
+        replicas, flats = alike[0].replicas, [shard.flat for shard in alike]
         with comm.labelled(f"{alike[0].name} … {alike[-1].name}"):
-            broadcast_coalesced([shard.flat for shard in alike], src=axis.ranks[source], group=axis.group)
+            if replicas is not None:  # first to the rank at the same place of each group, which gives it to its own
+                broadcast_coalesced(flats, src=replicas.ranks[source // axis.size], group=replicas.group)
+            broadcast_coalesced(flats, src=axis.ranks[source % axis.size], group=axis.group)
     for shard in shards:
         shard.store()
 
@@ -178,68 +203,70 @@ def _backend(group: Any) -> str:
     return found
 
 
-def _bytes(shard: Shard) -> int:
-    """What a rank sends."""
-    return shard.chunk * shard.data.element_size()
+def _label(cuts: Sequence[Cut]) -> str:
+    return f"{cuts[0].shard.name} … {cuts[-1].shard.name}"
 
 
-def _single(shard: Shard, group: Any) -> None:
+def _single(cut: Cut, group: Any) -> None:
     """Straight into the memory of the whole parameter."""
+    shard = cut.shard
     shard.allocate()
-    large = _bytes(shard) >= _WORTH_SPARING and _backend(group) == "gloo"
+    large = cut.sent.nbytes >= _WORTH_SPARING and _backend(group) == "gloo"
     with comm.labelled(shard.name):
         if large and shard.device.type == "cpu":
-            work = gather_parts(shard.flat, shard.sent, group=group, async_op=True)
+            work = gather_parts(shard.flat, cut.sent, group=group, async_op=True)
         else:
-            work = comm.all_gather_into_tensor(shard.flat, shard.sent, group=group, async_op=True)
+            work = comm.all_gather_into_tensor(shard.flat, cut.sent, group=group, async_op=True)
     shard.pending = Pending(None, work)
 
 
-def _batched(shards: Sequence[Shard], group: Any) -> None:
+def _batched(cuts: Sequence[Cut], group: Any) -> None:
     """One operation that the backend makes of many, straight into the memory of the whole parameters."""
-    for shard in shards:
-        shard.allocate()
-    with comm.labelled(f"{shards[0].name} … {shards[-1].name}"):
-        work = all_gather_coalesced([s.flat for s in shards], [s.sent for s in shards], group=group, async_op=True)
+    for cut in cuts:
+        cut.shard.allocate()
+    with comm.labelled(_label(cuts)):
+        work = all_gather_coalesced(
+            [cut.shard.flat for cut in cuts], [cut.sent for cut in cuts], group=group, async_op=True
+        )
     shared: Pending[Any] = Pending(None, work)
-    for shard in shards:
-        shard.pending = shared
+    for cut in cuts:
+        cut.shard.pending = shared
 
 
-def _packed(shards: Sequence[Shard], group: Any) -> None:
-    """One operation over chunks side by side; parameters get their memory when it is through."""
-    sizes = [shard.chunk for shard in shards]
-    world = shards[0].axis.size
-    mine = torch.cat([shard.sent for shard in shards])
+def _packed(cuts: Sequence[Cut], group: Any) -> None:
+    """One operation over parts side by side; parameters get their memory when it is through."""
+    sizes = [cut.sent.numel() for cut in cuts]
+    world = cuts[0].axis.size
+    mine = torch.cat([cut.sent for cut in cuts])
     gathered = mine.new_empty(world * mine.numel())
-    with comm.labelled(f"{shards[0].name} … {shards[-1].name}"):
+    with comm.labelled(_label(cuts)):
         work = comm.all_gather_into_tensor(gathered, mine, group=group, async_op=True)
 
     def unpack(rows: Tensor) -> Tensor:
-        mine = [shard for shard in shards if shard.pending is shared]  # others were gathered again since
-        for shard in mine:
-            shard.allocate()
+        mine = [cut for cut in cuts if cut.shard.pending is shared]  # others were gathered again since
+        for cut in mine:
+            cut.shard.allocate()
         parts = rows.view(world, -1)
         with torch.no_grad():
-            if len(mine) == len(shards):
-                torch.split_with_sizes_copy(parts, sizes, dim=1, out=[shard.rows for shard in shards])
+            if len(mine) == len(cuts):
+                torch.split_with_sizes_copy(parts, sizes, dim=1, out=[cut.rows for cut in cuts])
             else:
-                for shard, part in zip(shards, parts.split(sizes, dim=1), strict=True):
-                    if shard.pending is shared:
-                        shard.rows.copy_(part)
+                for cut, part in zip(cuts, parts.split(sizes, dim=1), strict=True):
+                    if cut.shard.pending is shared:
+                        cut.rows.copy_(part)
         return rows.new_empty(0)
 
     shared = Pending(gathered, work, unpack)
-    for shard in shards:
-        shard.pending = shared
+    for cut in cuts:
+        cut.shard.pending = shared
 
 
-def _by_all_reduce(shard: Shard) -> Pending[Any]:
+def _by_all_reduce(cut: Cut) -> Pending[Any]:
+    shard = cut.shard
     shard.allocate()
     in_use = shard.whole
     at: Tensor = torch.zeros_like(shard.flat) if in_use else shard.flat.zero_()
-    begin = shard.axis.rank * shard.chunk
-    at[begin : begin + shard.chunk].copy_(shard.sent)
+    at.view(cut.axis.size, -1)[cut.axis.rank].copy_(cut.sent)
     with comm.labelled(shard.name):
-        work = comm.all_reduce(at, group=shard.axis.group, async_op=True)
+        work = comm.all_reduce(at, group=cut.axis.group, async_op=True)
     return Pending(at, work, shard.flat.copy_ if in_use else None)

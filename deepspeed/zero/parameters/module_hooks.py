@@ -149,6 +149,7 @@ class ModuleHooks:
             shard.release()
         if idle:
             self._coordinator.schedule.invalidate()  # plans may count on what is whole between passes
+        self._coordinator.free_copies()
         self._expect_return()
 
     def _absent(self) -> list[Shard]:

@@ -21,6 +21,7 @@ from deepspeed.zero.parameters.data import reclaim, show, writes
 
 if TYPE_CHECKING:
     from deepspeed.zero.parameters.gather import Gather
+    from deepspeed.zero.parameters.near import NearCopy
     from deepspeed.zero.parameters.offloaded import ChunkTier
 
 _numbers = itertools.count()
@@ -53,6 +54,8 @@ class Shard:
         self.param = param
         self.axis = axis
         self.remote = remote
+        self.replicas: AxisGroup | None = None
+        """Ranks that have an equal chunk, in other groups like `axis`; None if there are none."""
         self.alone = axis.size == 1 and remote is None
         """See [Note: one rank]."""
         self.name = name or f"parameter of shape {tuple(param.shape)}"
@@ -80,6 +83,8 @@ class Shard:
         self.pending: Pending[Any] | None = None
         self.staged: Tensor | None = None
         """The chunk on the device, while it is gathered from elsewhere."""
+        self.near: NearCopy | None = None
+        """What neighbours keep of the whole parameter, so that they need not ask others for it."""
         self.strict = False
         """An edit that would be lost is an error."""
         self.version = writes(param)
@@ -125,7 +130,7 @@ class Shard:
         other = Shard(param, self.axis, self.name, self.remote)
         other.shape, other.numel, other.chunk = self.shape, self.numel, self.chunk
         other.strict, other.persistent, other.whole = self.strict, self.persistent, False
-        other.gather = self.gather
+        other.gather, other.replicas = self.gather, self.replicas
         if self.whole:
             self.reclaim()
         other.data = self._kept(self.rows[self.axis.rank] if self.whole else self.data)
@@ -159,6 +164,11 @@ class Shard:
         """The [start, stop) of the parameter's elements that lie here."""
         start = self.axis.rank * self.chunk
         return min(start, self.numel), min(start + self.chunk, self.numel)
+
+    @property
+    def holders(self) -> int:
+        """Ranks that have a chunk of it."""
+        return self.axis.size * (1 if self.replicas is None else self.replicas.size)
 
     @property
     def device(self) -> torch.device:
@@ -197,6 +207,13 @@ class Shard:
         if self.flat.untyped_storage().size() != size:
             self.flat.untyped_storage().resize_(size)
 
+    def arrive(self) -> None:
+        """Wait for what was started to make it whole."""
+        if self.pending is not None:
+            self.pending.wait()
+        if self.near is not None:
+            self.near.take(self.flat)
+
     def attach(self) -> None:
         """Let the parameter be the whole tensor; its memory has been filled."""
         if not self.whole:
@@ -207,7 +224,7 @@ class Shard:
     def release(self) -> None:
         """Let go of the whole parameter; the chunk remains."""
         if self.pending is not None:
-            self.pending.wait()
+            self.arrive()
             self.pending = self.staged = None
         if self.nothing is None or self.nothing.dtype != self.dtype or self.nothing.device != self.device:
             self.nothing = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -237,7 +254,7 @@ class Shard:
         self.mark()
         if not self.alone:
             self.data.copy_(self.rows[self.axis.rank])
-        self.edits += 1
+        self.note_edit()
 
     @torch.no_grad()
     def cut(self, value: Tensor) -> None:
@@ -245,11 +262,19 @@ class Shard:
         self.settle()
         start, stop = self.interval
         self.local.copy_(value.detach().reshape(-1)[start:stop])
+        self.note_edit()
+
+    def note_edit(self) -> None:
+        """The chunk was changed otherwise than by a step."""
         self.edits += 1
+        if self.near is not None:
+            self.near.outdate()
 
     @torch.no_grad()
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Hold the parameter in another dtype or on another device; only while it is not whole."""
+        if self.near is not None and (dtype, device) != (self.dtype, self.device):
+            self.near.outdate()
         if self.remote is not None:
             if dtype != self.dtype:
                 self.data = self.remote.keep(self.data.to(dtype))

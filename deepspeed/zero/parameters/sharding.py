@@ -14,10 +14,10 @@ from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.offloaded import ChunkTier, ChunkTiers
 from deepspeed.zero.parameters.parameter import ordinary_class, shard_parameter, spread_class
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
-from deepspeed.zero.placement import LiesOn
+from deepspeed.zero.placement import ShardAxes
 
 
-def shard_module(module: nn.Module, lies_on: LiesOn, remotes: ChunkTiers | None = None) -> list[Shard]:
+def shard_module(module: nn.Module, axes: ShardAxes, remotes: ChunkTiers | None = None) -> list[Shard]:
     """Cut every parameter that is not cut yet; returns all shards in the order of the model.
 
     Those that are cut already, by `zero.Init` for instance, are used over their axis from now on. With `remotes` chunks
@@ -25,13 +25,14 @@ def shard_module(module: nn.Module, lies_on: LiesOn, remotes: ChunkTiers | None 
     """
     shards = []
     for name, param in module.named_parameters():
-        axis = lies_on(param)
+        axis, replicas = axes(param), axes.replicas(param)
         remote = None if remotes is None else remotes.choose(-(-numel_of(param) // axis.size))
         shard = shard_of(param)
         if shard is None:
             if remotes is not None:
                 param.data = param.data.to(remotes.remote.device)
             shard = shard_parameter(param, axis, name, remote)
+            shard.replicas = replicas
             if remotes is not None:
                 fetch.spread([shard])
                 shard.edits = 0
@@ -39,6 +40,7 @@ def shard_module(module: nn.Module, lies_on: LiesOn, remotes: ChunkTiers | None 
                 shard.release()
         elif shard.axis is not axis:
             _rehome(name, shard, axis)
+            shard.replicas = replicas
         if shard.remote is not remote or (remotes is not None and shard.data.device != shard.device):
             _move(shard, remote)
         shard.name = name
@@ -87,7 +89,7 @@ def convert_shards(module: nn.Module, zero: DeepSpeedZeroConfig, *, stay: bool =
 
 def keep_whole(module: nn.Module, axis: AxisGroup) -> None:
     """On an axis of one rank: parameters know about shards and are whole for good, without a copy."""
-    shards = shard_module(module, lambda _: axis)
+    shards = shard_module(module, ShardAxes(lambda _: axis))
     fetch.gather([shard for shard in shards if not shard.whole])
     for shard in shards:
         shard.persistent = True
@@ -116,8 +118,8 @@ def _rehome(name: str, shard: Shard, axis: AxisGroup) -> None:
     if shard.axis.ranks != axis.ranks:
         raise UsageError(
             f"{name} was constructed in shards over the ranks {list(shard.axis.ranks)}, but the engine spreads it over "
-            f"{list(axis.ranks)}. Give deepspeed.zero.Init and deepspeed.initialize the same mpu, or Init the "
-            "data_parallel_group of the engine."
+            f"{list(axis.ranks)}. Give deepspeed.zero.Init and deepspeed.initialize the same mpu and the same "
+            "zero_optimization.mics_shard_size, or Init the data_parallel_group of the engine."
         )
     shard.axis = axis
 
@@ -144,6 +146,6 @@ class Reshard:
         yield
         for shard in shards:
             mine = shard_parameter(shard.param, axis or self._axis, shard.name, shard.remote)
-            mine.strict, mine.gather = shard.strict, shard.gather
+            mine.strict, mine.gather, mine.replicas = shard.strict, shard.gather, shard.replicas
             if mine.numel and not mine.alone:
                 mine.release()

@@ -91,9 +91,9 @@ class GatheredParameters:
         for owner, params in whole.items():
             owner.spread(list(params.values()), modifier)
         for shard in self._shards:
-            if not 0 <= modifier < shard.axis.size:
+            if not 0 <= modifier < shard.holders:
                 raise UsageError(
-                    f"GatheredParameters: modifier_rank is {modifier}, but {shard.name} lies on {shard.axis.size} ranks"
+                    f"GatheredParameters: modifier_rank is {modifier}, but {shard.name} lies on {shard.holders} ranks"
                 )
             if shard.param.device != shard.full.device:
                 raise UsageError(

@@ -18,8 +18,9 @@ from deepspeed.memory.tier import AT_HOME, StateTiers
 from deepspeed.ops.moments import MomentKeeper
 from deepspeed.zero.gradients.interfaces import BucketEntry, ReductionOf
 from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.coded import CodedBlockGather
 from deepspeed.zero.parameters.data import plain_data, reclaim, show
-from deepspeed.zero.parameters.gather import FlatBlocks, Gather, GatherFor
+from deepspeed.zero.parameters.gather import BlockGather, FlatBlocks, GatherFor
 from deepspeed.zero.parameters.parameter import ResidentParameter, plain_grad, set_plain_grad, watch
 from deepspeed.zero.parameters.shard import Shard, shard_of, used_while_empty
 from deepspeed.zero.piece import StatePiece, as_wide, hand_over, is_moment
@@ -370,7 +371,7 @@ class BlockGroup(ShardGroup):
         dtypes: Dtypes,
         options: dict[str, Any],
         *,
-        gather: Gather[FlatBlocks],
+        gather: BlockGather | CodedBlockGather,
         aligned: bool = False,
     ) -> None:
         super().__init__(members, placement, dtypes, options)
@@ -400,7 +401,8 @@ class BlockGroup(ShardGroup):
         # One wide copy of the whole shard; the masters are views of it, so that publishing is one copy too.
         self._master: Tensor | None = None
         if not self.dtypes.tiers.away:
-            self._master = self._shard if self._shard.dtype == dtype else self._shard.to(dtype)
+            # What comes back as codes is less than the master.
+            self._master = self._shard.to(dtype, copy=not self._gather.exact)
         for place in self.layout.members(rank):
             start, stop = self.layout.interval(place, rank)
             if start == stop:
@@ -427,11 +429,11 @@ class BlockGroup(ShardGroup):
     @torch.no_grad()
     def spread(self) -> None:
         """Gather the blocks of all ranks."""
-        for piece in self.pieces:
-            piece.mark()
         self._gather.start([self._blocks], GatherFor.STEP)
         assert self._blocks.pending is not None, "just begun"
         self._blocks.pending.wait()
+        for piece in self.pieces:
+            piece.mark()
 
     @torch.no_grad()
     def publish_one(self, place: int) -> None:
@@ -511,6 +513,9 @@ class StripedGroup(ShardGroup):
     @torch.no_grad()
     def spread(self) -> None:
         """Parameters that stay whole are gathered again; the others when they are used."""
+        for shard in self.shards:
+            if shard.near is not None:
+                shard.near.outdate()
         lasting = [shard for shard in self.shards if shard.persistent]
         if lasting:
             fetch.gather(lasting, GatherFor.STEP)
@@ -521,6 +526,8 @@ class StripedGroup(ShardGroup):
         shard, piece = self._held[place]
         if piece is not None and piece.separate:
             piece.source.copy_(piece.master)
+        if shard.near is not None:
+            shard.near.outdate()
         if shard.whole:
             fetch.gather([shard], GatherFor.STEP)
 

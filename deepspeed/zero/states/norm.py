@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.comm import Pending
+from deepspeed.comm.operations import ReduceOp
 from deepspeed.errors import CommError
 from deepspeed.log import logger
 from deepspeed.ops.multi_tensor import global_norm, sum_of_squares
@@ -48,6 +49,8 @@ class NormRanks:
 
     lies_on: LiesOn | None = None
     """The part of these ranks on which a parameter lies; None: all parameters lie on all of them."""
+    local: Callable[[], bool] = lambda: False
+    """Whether gradients are those of each rank alone, whose norm is not finite if that of another one is not."""
 
     @property
     def alone(self) -> bool:
@@ -98,7 +101,16 @@ def joint_norm(found: Sequence[tuple[Placement, Squares]], measure: NormRanks, d
             work.wait()
         with comm.labelled(label):
             work = comm.all_reduce(part, group=group, async_op=True)
-    return Pending(squares, work, lambda summed: summed.sum().sqrt().float())
+    whole = Pending(squares, work, lambda summed: summed.sum().sqrt().float())
+    return _finite_everywhere(whole.wait(), measure) if measure.local() else whole
+
+
+def _finite_everywhere(norm: Tensor, measure: NormRanks) -> Pending[Tensor]:
+    """This rank's norm; infinite if that of any rank is not finite, so that all of them skip the step."""
+    flaw = (~torch.isfinite(norm)).to(torch.int32)
+    with comm.labelled("whether all gradients are finite"):
+        work = comm.all_reduce(flaw, op=ReduceOp.MAX, group=measure.axis.group, async_op=True)
+    return Pending(flaw, work, lambda flawed: torch.where(flawed > 0, torch.full_like(norm, torch.inf), norm))
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -40,6 +40,8 @@ class GroupPlanner:
     """How a group is made; None: what the optimizer updates are the parameters themselves, or whole masters."""
     tiers: StateTiers = AT_HOME
     """Where states live."""
+    apart: Callable[[nn.Parameter], bool] = lambda _: False
+    """Parameters of which it says otherwise than of others have groups of their own."""
     reductions: dict[Placement, Reduction] = field(default_factory=dict)
     """One for each placement, so that its parameters share buckets."""
     whole: dict[tuple[int, Placement], WholeGroup] = field(default_factory=dict)
@@ -53,7 +55,7 @@ class GroupPlanner:
         for param in params:
             if numel_of(param) == 0:
                 continue
-            kind = self.axis_of(param), self.dtypes(param), param.dtype, param.device
+            kind = self.axis_of(param), self.dtypes(param), param.dtype, param.device, self.apart(param)
             kinds.setdefault(kind, []).append((name_of(param, self.names), param))
         return [self.make(self._ordered(each, kind[0]), kind[0], kind[1], options) for kind, each in kinds.items()]
 

@@ -7,22 +7,17 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import init_empty_weights
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import deepspeed
 from deepspeed.errors import CheckpointError
+from deepspeed.inference import LLM, SamplingParams
 from tests.harness import ranks
-from tests.unit.inference.test_engine import ids, llama
+from tests.unit.inference.test_engine import empty, ids, llama
 
 
 def logits(engine):
     return engine(ids(2, 9)).logits.float()
-
-
-def empty():
-    with init_empty_weights(include_buffers=False):
-        return type(llama())(llama().config)
 
 
 @ranks(2)
@@ -82,6 +77,14 @@ def test_files(tmp_path):
     check(mp_size=2, checkpoint=whole, save_mp_checkpoint_path=two)
     dist.barrier()
     check(mp_size=2, checkpoint=two)
+    tiers = {"memory": {"device": 0, "host": "100KB", "disk": "1GB", "path": str(tmp_path)}}
+    check(mp_size=2, checkpoint=two, keep_module_on_host=True)
+    check(mp_size=2, checkpoint=whole, ragged=tiers)
+    cache = {"memory_config": {"mode": "allocate", "size": 16}}
+    with LLM(whole, {"tensor_parallel": {"tp_size": 2}, "state_manager": cache, **tiers}) as llm:
+        assert {unit.tier for unit in llm._parts.stream.units} == {"device", "host", "disk"}
+        found = llm.generate(ids(9).tolist(), SamplingParams(max_tokens=4, temperature=0.0), progress=False)
+        assert found[0].token_ids == llama().generate(ids(1, 9), max_new_tokens=4)[0, 9:].tolist()
     check(checkpoint=f"{two}/ds_inference_config.json", set_empty_params=True)
     check(mp_size=2, checkpoint=one)
     check(mp_size=2, base_dir=str(tmp_path), checkpoint={"type": "ds_model", "checkpoints": ["model.pt"]})

@@ -130,14 +130,11 @@ def test_every_unbuilt_feature_names_a_key_of_the_schema():
 @pytest.mark.parametrize(
     ("section", "path"),
     [
-        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
-        ({"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.01}}, "progressive_layer_drop"),
-        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "optimizer.type"),
         (
-            {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
-            "zero_optimization.zero_quantized_gradients",
+            {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
+            "zero_optimization.zero_quantized_nontrainable_weights",
         ),
     ],
 )

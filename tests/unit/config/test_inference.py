@@ -76,6 +76,24 @@ def test_idle_keys():
     assert idle_keys(v1(triton_autotune=False)) == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "idle"),
+    [
+        ({"zero": {"stage": 3, "offload_param": {"device": "cpu", "buffer_count": 3}}}, "offload_param.buffer_count"),
+        ({"zero": {"stage": 3, "offload_param": {"device": "cpu", "max_in_cpu": 3}}}, "offload_param.max_in_cpu"),
+        ({"zero": {"stage": 3, "reduce_bucket_size": 3, "offload_param": {"device": "cpu"}}}, "reduce_bucket_size"),
+        ({"zero": {"stage": 2}}, "stage"),
+    ],
+)
+def test_idle_keys_of_zero(keys, idle):
+    assert [line.partition(": no effect: ")[0] for line in idle_keys(v1(keys))] == [f"zero.{idle}"]
+
+
+def test_idle_budgets():
+    assert len(idle_keys(v1(ragged={"memory": {"host": "1GB"}}))) == 1
+    assert idle_keys(v1(ragged={"memory": {"host": "1GB", "device": 0}})) == []
+
+
 def test_assignments_are_validated():
     config = RaggedInferenceEngineConfig(manager={"block_size": 16})
     config.tensor_parallel.tp_size = 2

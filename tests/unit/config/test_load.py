@@ -203,12 +203,9 @@ def test_a_section_that_is_switched_off_is_off_on_purpose():
             {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
             "compression_training",
         ),
-        ({"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}}, "data_efficiency"),
         ({"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 8}}}}, "weight_quantization"),
         ({"amp": {"enabled": True, "opt_level": "O1"}, "fp16": {"enabled": True}}, "amp"),
-        ({"curriculum_learning": {"enabled": True, "curriculum_type": 1}}, "curriculum_learning"),
         ({"autotuning": {"enabled": "true", "fast": False}}, "autotuning"),
-        ({"optimizer": {"type": "onebitadam"}, "zero_optimization": {"stage": 1}}, "optimizer.type"),
     ],
 )
 def test_a_missing_feature_is_told_before_everything_else(config, path):
@@ -242,12 +239,6 @@ def test_keys_of_a_missing_feature_that_is_not_asked_for_are_told(config, said):
     notes = DeepSpeedConfig({**BASE, **config}).notes
     assert len(notes) == len(said)
     assert all(note.startswith(begin) for note, begin in zip(notes, said, strict=True))
-
-
-def test_an_optimizer_that_is_missing_has_a_substitute():
-    with pytest.raises(FeatureUnavailable, match="use AdamW in place of OneBitAdam") as caught:
-        DeepSpeedConfig({**BASE, "optimizer": {"type": "OneBitAdam"}})
-    assert "turn it off" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

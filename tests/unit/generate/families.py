@@ -62,6 +62,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mpt": {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
     "codegen": {**_GPT, "rotary_dim": 4},
+    # It counts positions by its cache, so that no row may be padded.
+    "blenderbot": {
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 64,
+        "forced_eos_token_id": None,
+        "max_position_embeddings": 128,
+    },
     "gpt_oss": {**_WIDE, "num_local_experts": 4, "sliding_window": 6, "rope_parameters": _ROPE},
     "deepseek_v3": {
         **_LLAMA,

@@ -8,7 +8,7 @@ from random import Random
 from deepspeed.errors import UsageError
 from deepspeed.generate.blocks import FREED
 from deepspeed.generate.params import SamplingParams
-from deepspeed.generate.scheduler import CacheGroup, QueueFull, RequestTooLarge, Scheduler, SchedulerConfig
+from deepspeed.generate.scheduler import CacheGroup, QueueFull, RequestTooLarge, ScheduleLimits, Scheduler
 from deepspeed.generate.sequence import Sequence, SequenceState
 
 VOCABULARY = 7
@@ -154,7 +154,7 @@ class Schedule:
         self.random = random = Random(seed)
         size = random.choice([1, 2, 3, 4, 4, 8])
         windows = random.choice([[None], [None], [3], [None, 5], [9, None], [2, None, 12], [1, 7]])
-        self.config = SchedulerConfig(
+        self.config = ScheduleLimits(
             max_tokens_per_step=random.randint(1, 24),
             max_sequences=random.randint(1, 8),
             max_context=random.randint(6, 60),

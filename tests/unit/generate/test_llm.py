@@ -247,6 +247,10 @@ def test_models_that_cannot_be_served() -> None:
     )
     with pytest.raises(UsageError, match=r"encoder-decoder, whose encoder: T5Stack"):
         LLM(t5)
+    kinds = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    both_ways = AutoModelForCausalLM.from_config(AutoConfig.for_model("big_bird", vocab_size=64, **kinds)).eval()
+    with pytest.raises(UsageError, match="BigBirdForCausalLM cannot be served: its attention is not causal"):
+        LLM(both_ways)
     with pytest.raises(UsageError, match="Linear cannot be served"):
         LLM(torch.nn.Linear(2, 2))
 

@@ -6,12 +6,12 @@ import pytest
 
 from deepspeed.errors import UsageError
 from deepspeed.generate.params import SamplingParams
-from deepspeed.generate.scheduler import CacheGroup, QueueFull, RequestTooLarge, Scheduler, SchedulerConfig
+from deepspeed.generate.scheduler import CacheGroup, QueueFull, RequestTooLarge, ScheduleLimits, Scheduler
 from deepspeed.generate.sequence import Sequence, SequenceState
 
 
 def schedule(blocks=100, host_blocks=0, window=None, **config):
-    return Scheduler(SchedulerConfig(**{"block_size": 4, **config}), [CacheGroup((0,), blocks, window)], host_blocks)
+    return Scheduler(ScheduleLimits(**{"block_size": 4, **config}), [CacheGroup((0,), blocks, window)], host_blocks)
 
 
 def request(uid, length, *, priority=0, ends=(), first=None, **params):
@@ -215,7 +215,7 @@ def test_a_fork_waits_for_a_prompt_that_is_computed_again():
         answer(scheduler, scheduler.next())
     scheduler.reset()
     assert shown(scheduler.next()) == [(0, 0, 5, False)]
-    scheduler.config = SchedulerConfig(max_tokens_per_step=12, block_size=4)
+    scheduler.config = ScheduleLimits(max_tokens_per_step=12, block_size=4)
     step = scheduler.next()
     assert shown(step) == [(0, 5, 6, True), (1, 8, 2, True)]
     assert not step.copies  # but the blocks that the first fills now are found as a prefix
@@ -363,4 +363,4 @@ def test_a_uid_in_use():
 @pytest.mark.parametrize("key", ["max_tokens_per_step", "max_sequences", "max_context", "block_size", "max_queue"])
 def test_limits_that_cannot_work(key):
     with pytest.raises(UsageError, match=f"{key} is 0; it must be at least 1"):
-        SchedulerConfig(**{key: 0})
+        ScheduleLimits(**{key: 0})

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from deepspeed.model_implementations import DeepSpeedTransformerInference
 from deepspeed.module_inject import replace_transformer_layer
 from torch import nn
@@ -22,24 +23,14 @@ from transformers import (
 )
 
 import deepspeed
-from deepspeed.errors import FeatureUnavailable, UsageError
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError, UsageError
 
 
 def llama(**keys):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        eos_token_id=2,
-        **keys,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 256}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "pad_token_id": 0, "eos_token_id": 2, **keys})).eval()
 
 
 def ids(*shape):
@@ -160,16 +151,63 @@ def test_transformers_pipeline():
     assert made.model._paged._llm is not None
 
 
+_ON_HOST = {"stage": 3, "offload_param": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "tiers"),
+    [
+        ({"keep_module_on_host": True}, {"host"}),
+        ({"zero": _ON_HOST, "keep_module_on_host": True, "dtype": "int8"}, {"host"}),
+        ({"zero": {"stage": 3, "offload_param": {"device": "nvme", "max_in_cpu": 0}}}, {"disk"}),
+        ({"ragged": {"memory": {"device": "200KB", "host": "150KB", "disk": "1GB"}}}, {"device", "host", "disk"}),
+        ({"ragged": {"memory": {"device": "1GB"}}, "kernel_inject": True}, {"device"}),
+        ({"ragged": {"memory": {"device": 0}, "quantization": {"quantization_mode": "w8a16"}}}, {"host"}),
+    ],
+)
+def test_weights_that_stream(tmp_path, keys, tiers):
+    """Of a module whose values are there, and of one that gets them from files; forwards and generate."""
+    folder, plain = tmp_path / "model", llama()
+    plain.save_pretrained(folder)
+    for section, name in ((keys.get("zero", {}).get("offload_param"), "nvme_path"), (keys.get("ragged"), "path")):
+        memory = section.get("memory", section) if section else {}
+        if memory.get("device") == "nvme" or memory.get("disk"):
+            memory[name] = str(tmp_path)
+    keys = {"dtype": "fp32", "enable_cuda_graph": True, **keys}
+    within = 0.02 if keys["dtype"] == "int8" or "quantization" in keys.get("ragged", {}) else 1e-5
+    expected = plain(ids(2, 9)).logits
+    for model, more in ((llama(), {}), (empty(), {"checkpoint": str(folder)})):
+        engine = deepspeed.init_inference(model, **keys, **more)
+        stream = engine._prepared.stream
+        found = {unit.tier for unit in stream.units if unit.modules and unit.rest is not None} if stream else set()
+        assert found == tiers - {"device"}
+        for _ in range(2):
+            torch.testing.assert_close(engine(ids(2, 9)).logits.float(), expected, atol=within, rtol=0)
+        if within < 0.01:
+            assert torch.equal(
+                engine.generate(ids(2, 9), max_new_tokens=4), plain.generate(ids(2, 9), max_new_tokens=4)
+            )
+            assert engine._paged._llm is not None
+        engine.destroy()
+        torch.testing.assert_close(model(ids(2, 9)).logits.float(), expected, atol=within, rtol=0)
+
+
+def empty():
+    with init_empty_weights(include_buffers=False):
+        return type(llama())(llama().config)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"keep_module_on_host": True}, "keep_module_on_host: layers that stream"),
-        ({"zero": {"stage": 3, "offload_param": {"device": "cpu"}}}, r"zero\.offload_param: layers that stream"),
-        ({"ragged": {"memory": {"device": "1GB"}}}, r"ragged\.memory: layers that stream"),
+        ({"ragged": {"memory": {"device": 0}}, "zero": _ON_HOST}, "both say where weights live"),
+        ({"keep_module_on_host": True, "save_mp_checkpoint_path": "x"}, "save_mp_checkpoint_path is not possible with"),
+        ({"keep_module_on_host": True, "moe": {"ep_size": 2}}, "moe.ep_size is not possible with keep_module_on_host"),
+        ({"ragged": {"memory": {"device": 0, "host": 1000}}}, r"memory: .* a rank may use device 0 B \(0 B taken\)"),
     ],
 )
-def test_what_is_not_there_yet(keys, message):
-    with pytest.raises(FeatureUnavailable, match=message):
+def test_weights_that_cannot_stream(keys, message):
+    with pytest.raises(DeepSpeedConfigError, match=message):
         deepspeed.init_inference(llama(), dtype="fp32", **keys)
 
 
@@ -178,5 +216,73 @@ def test_what_cannot_be():
         deepspeed.init_inference(llama(), dtype="fp32", set_empty_params=True)
     with pytest.raises(UsageError, match="has no layer down; its layers are"):
         deepspeed.init_inference(llama(), dtype="fp32", injection_policy={type(llama().model.layers[0]): ("down",)})
-    with pytest.raises(ValueError, match="groups of a row have 128 columns"):
-        deepspeed.init_inference(llama(), dtype="fp32", quant={"weight": {"q_groups": 4}})
+    engine = deepspeed.init_inference(
+        llama(), dtype="fp32", min_out_tokens=65, ragged={"state_manager": {"memory_config": _TWO_BLOCKS}}
+    )
+    with pytest.raises(UsageError, match=r"min_out_tokens is 65, but ragged\.state_manager has room .* of 64 tokens"):
+        engine.generate(ids(1, 4), max_new_tokens=2)
+
+
+_TWO_BLOCKS = {"mode": "allocate", "size": 2}
+
+
+@pytest.mark.parametrize(
+    ("quant", "scales", "kept"),
+    [
+        ({"weight": {"q_groups": 1}}, 1, ()),
+        ({"weight": {"q_groups": 3}}, 3, ()),
+        ({"weight": {"q_groups": 99}}, 3, ()),
+        ({"weight": {"num_bits": 4}}, 3, ()),
+        ({"weight": {"post_init_quant": {"down_proj": {"num_bits": 4, "group_size": 256}}}}, 2, ()),
+        ({"weight": {}, "qkv": {"enabled": False}}, 1, ("q_proj", "k_proj", "v_proj")),
+        ({"weight": {"enabled": False}}, 0, ("up_proj", "o_proj", "down_proj")),
+        ({"enabled": False, "weight": {}}, 0, ("up_proj",)),
+    ],
+)
+def test_what_quant_says(quant, scales, kept):
+    """How many scales a row of 300 numbers has, and which layers keep their weights."""
+    model = llama(intermediate_size=300)
+    deepspeed.init_inference(model, dtype="fp32", quant=quant)
+    layers = {name.rpartition(".")[2]: each for name, each in model.model.layers[0].named_modules()}
+    held = {
+        name: each._buffers["packed_scales"].shape[1]
+        for name, each in layers.items()
+        if "packed_scales" in each._buffers
+    }
+    assert held.get("down_proj", 0) == scales
+    assert not held.keys() & set(kept)
+
+
+def test_files_of_other_programs(tmp_path):
+    """Ranks of Megatron and of DeepSpeed, torch's own files, and those that say too little."""
+    expected, state = llama()(ids(2, 9)).logits, llama().state_dict()
+    rows = ("o_proj.weight", "down_proj.weight")
+
+    def of(rank, name, tensor):
+        if tensor.dim() == 1 or "embed" in name or "lm_head" in name:
+            return tensor
+        return tensor.chunk(2, 1 if name.endswith(rows) else 0)[rank].clone()
+
+    for name, parts in (("one.bin", ()), ("mp_rank_0{}_model_states.pt", (0, 1)), ("mp_rank_0{}/model_rng.pt", (0, 1))):
+        folder = tmp_path / name.partition("/")[0]
+        for rank in parts or (0,):
+            file = folder / (name.format(rank) if parts else "pytorch_model.bin")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"model": {k: of(rank, k, v) for k, v in state.items()} if parts else state}, file)
+        engine = deepspeed.init_inference(empty(), dtype="fp32", checkpoint=str(folder))
+        torch.testing.assert_close(engine(ids(2, 9)).logits, expected, atol=1e-5, rtol=0)
+    torch.save({"h.0.attention.attn_qkvw": torch.ones(2, 2)}, tmp_path / "tp_00.pt")
+    with pytest.raises(CheckpointError, match="written by DeepSpeed's injected kernels"):
+        deepspeed.init_inference(
+            empty(), dtype="fp32", checkpoint={"checkpoints": ["tp_00.pt"], "base_dir": str(tmp_path)}
+        )
+    (tmp_path / "mp_rank_00").mkdir()
+    for checkpoint, message in (
+        (str(tmp_path), r"mp_rank_00 has no file model\*"),
+        (str(tmp_path / "nothing"), "neither a folder nor a JSON file"),
+        ({"checkpoints": []}, "'checkpoints' is"),
+        ({"checkpoints": {"other": []}}, "expected 'tp' and 'non_tp'"),
+        ({"checkpoints": ["gone.safetensors"]}, "there is no file"),
+    ):
+        with pytest.raises((UsageError, CheckpointError), match=message):
+            deepspeed.init_inference(empty(), dtype="fp32", checkpoint=checkpoint)

@@ -100,9 +100,9 @@ def test_what_is_wrong_with_a_batch(engine, uids, tokens, message):
     assert engine.free_blocks.tolist() == [8]
 
 
-@pytest.mark.parametrize("mode", [None, "w8a16"])
-def test_serialize(folder, tmp_path, mode):
-    config = {"state_manager": MANAGER, "quantization": {"quantization_mode": mode}}
+@pytest.mark.parametrize(("mode", "memory"), [(None, {}), ("w8a16", {}), (None, {"device": "50KB"})])
+def test_serialize(folder, tmp_path, mode, memory):
+    config = {"state_manager": MANAGER, "quantization": {"quantization_mode": mode}, "memory": memory}
     engine = build_hf_engine(folder, config)
     expected = engine.put([1], [ids(20)])
     engine.serialize(str(tmp_path))

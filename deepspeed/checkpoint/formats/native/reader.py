@@ -37,6 +37,7 @@ class NativeSource(Source):
         self.format = f"fragments (safetensors), written by {self._index['ds_version']}"
         self.stage = int(self._index["stage"])
         self.world = int(self._index["ranks"])
+        self.copies = rank_count(self._index.get("copies", 1), self._path)
         self._pieces = IntervalIndex(str(directory), dict(self._index["aliases"]))
         self.shapes, self.aliases = self._pieces.shapes, self._pieces.aliases
         self._dtypes: dict[str, str | None] = {}
@@ -74,7 +75,7 @@ class NativeSource(Source):
         ranks = range(stages * slices)
         shared = [name for rank in ranks for name in (index_file(rank), small_file(rank))]
         parts = [fragment_file(part, rank) for rank in ranks for part in range(self.world)]
-        own = [rank_file(part, rank) for rank in ranks for part in range(self.world)]
+        own = [rank_file(part, rank) for rank in ranks for part in range(self.writers)]
         return (*shared, *parts, *(name for name in own if (self._directory / name).exists()))
 
     @functools.cached_property

@@ -46,7 +46,21 @@ def rank_file(dp_rank: int, mp_rank: int = 0) -> str:
 def files(state: TrainingState, *, allocate: Allocate | None = None) -> Files:
     """What this rank writes; the first of a model-parallel rank also the index and what its ranks share."""
     state = with_slices(state)
-    host, result, content = Host(allocate), Files(), TensorFile()
+    host, result = Host(allocate), Files()
+    if state.writes_shards:
+        result.tensors[fragment_file(state.dp_rank, state.mp_rank)] = _fragments(state, host)
+    own = rank_entries(state, host)
+    if own is not None:
+        result.objects[rank_file(state.number, state.mp_rank)] = own
+    if state.writes_shared:
+        result.texts[index_file(state.mp_rank)] = json.dumps(_index(state), indent=1)
+        result.objects[small_file(state.mp_rank)] = _small(state)
+    return result
+
+
+def _fragments(state: TrainingState, host: Host) -> TensorFile:
+    """What of all tensors lies on this rank and is to be written by it."""
+    content = TensorFile()
     scalars: dict[str, Any] = {}
     for group in state.groups:
         for index, name in enumerate(group.names):
@@ -62,14 +76,7 @@ def files(state: TrainingState, *, allocate: Allocate | None = None) -> Files:
         for name in _shared_buffers(state):
             content.tensors[f"param:{name}"] = host.take(state.module[name], alone=False)
     content.metadata["scalars"] = json.dumps(scalars)
-    result.tensors[fragment_file(state.dp_rank, state.mp_rank)] = content
-    own = rank_entries(state, host)
-    if own is not None:
-        result.objects[rank_file(state.dp_rank, state.mp_rank)] = own
-    if state.writes_shared:
-        result.texts[index_file(state.mp_rank)] = json.dumps(_index(state), indent=1)
-        result.objects[small_file(state.mp_rank)] = _small(state)
-    return result
+    return content
 
 
 def _spread(numels: tuple[int, ...], world: int) -> ContiguousLayout:
@@ -177,6 +184,7 @@ def _index(state: TrainingState) -> dict[str, Any]:
         "stage": state.stage,
         "precision": state.precision,
         "ranks": state.dp_size,
+        **({"copies": state.copies} if state.copies > 1 else {}),
         "model_parallel_ranks": state.mp_size,
         "pipeline_stages": state.pp_size,
         **({"splits": plain_splits(state.splits)} if state.splits else {}),

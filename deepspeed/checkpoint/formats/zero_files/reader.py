@@ -80,6 +80,7 @@ class DeepSpeedSource(Source):
         else:
             self.stage, self.world = 0, rank_count(self.model_entries.get("dp_world_size", 1), directory)
             self.groups = [group for each in self._wholes for group in each.groups]
+        self.copies = rank_count(self._extra.get("copies", 1), directory)
         version = self.model_entries.get("ds_version", "")
         self.format = f"DeepSpeed {version}, {f'ZeRO stage {self.stage}' if self.stage else 'no ZeRO'}"
 

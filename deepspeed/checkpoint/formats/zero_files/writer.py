@@ -51,12 +51,12 @@ def files(state: TrainingState, *, allocate: Allocate | None = None, stand_ins: 
     state = with_slices(state)
     host, result = Host(allocate, stand_ins), Files()
     rank_state = rank_entries(state, host)
-    if state.stage == 3 or state.writes_shared:
+    if (state.stage == 3 and state.writes_shards) or state.writes_shared:
         name = model_file(state.stage, state.dp_rank, state.mp_rank)
         result.objects[name] = _model_entries(state, host)
     if _layered(state) and state.writes_shared:
         result.objects.update(_layer_files(state, host))
-    if state.stage > 0:
+    if state.stage > 0 and state.writes_shards:
         entries = {
             "optimizer_state_dict": _sharded_entries(state, host),
             "ds_config": plain(state.ds_config, "ds_config"),
@@ -65,7 +65,7 @@ def files(state: TrainingState, *, allocate: Allocate | None = None, stand_ins: 
         }
         result.objects[optimizer_file(state.precision, state.dp_rank, state.mp_rank)] = entries
     elif rank_state is not None:
-        result.objects[rank_file(state.dp_rank, state.mp_rank)] = rank_state
+        result.objects[rank_file(state.number, state.mp_rank)] = rank_state
     if state.experts is not None and state.stage < 3:
         result.objects.update(_expert_files(state, state.experts, host))
     return result
@@ -131,6 +131,7 @@ def _model_entries(state: TrainingState, host: Host) -> dict[str, Any]:
             "client_state": client,
             "micro_steps": counters.micro_steps,
             "stage": state.stage,
+            "copies": state.copies,
             "names": [list(group.names) for group in state.groups],
             "aliases": dict(state.aliases),
             "loss_scale": plain(state.loss_scale, "loss_scale"),

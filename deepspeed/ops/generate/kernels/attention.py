@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.ops.generate.kernels.streaming import processors
-from deepspeed.ops.model.kernels.common import cdiv, next_power
+from deepspeed.ops.model.kernels.common import after_others, cdiv, next_power, overlaps
 from deepspeed.ops.precompile import launch
 
 if TYPE_CHECKING:
@@ -157,8 +157,9 @@ def _attend(
     GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SINGLE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT: tl.constexpr,
-    FIXED: tl.constexpr, EVEN: tl.constexpr,
+    FIXED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_others(PDL)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, row = GROUP * tl.num_programs(1), tl.arange(0, ROWS)
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
@@ -172,8 +173,7 @@ def _attend(
     s = tile if SINGLE else _sequence(starts_ptr, tile, sequences, QUERIES)
     if s >= sequences:
         return
-    begin = tl.load(starts_ptr + s)
-    count = tl.load(starts_ptr + s + 1) - begin
+    begin, count = tl.load(starts_ptr + s), tl.load(starts_ptr + s + 1) - tl.load(starts_ptr + s)
     ahead = 0 if SINGLE else (tile - begin // QUERIES - s) * QUERIES
     if ahead >= count:
         return
@@ -188,6 +188,8 @@ def _attend(
     along = tl.arange(0, WIDTH)[None, :]
     q_at = q_ptr + token[:, None] * q_token + head[:, None] * q_head + along
     q = tl.load(q_at, mask=inside[:, None] & (along < width), other=0.0)
+    if key_ptr.dtype.element_ty == tl.float8e4nv:  # whose numbers become float16 faster than bfloat16
+        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
     factor = scale * tl.load(key_scale_ptr + kv_head) if SCALES else scale
     factor = factor / soft_cap if CAP else factor * 1.4426950408889634
     slope = tl.load(alibi_ptr + head, mask=inside & ALIBI, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -216,8 +218,9 @@ def _attend(
 @triton.jit
 def _join(
     part_ptr, sums_ptr, sinks_ptr, starts_ptr, out_ptr, stride, sequences, splits, heads, value_width,
-    SPLITS: tl.constexpr, VALUE_WIDTH: tl.constexpr, SINKS: tl.constexpr,
+    SPLITS: tl.constexpr, VALUE_WIDTH: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_others(PDL)
     token, head = tl.program_id(0), tl.program_id(1)
     along = tl.arange(0, VALUE_WIDTH)
     known = along < value_width
@@ -263,7 +266,10 @@ def tile_of(query: Tensor, key_pages: Tensor, tables: Tensor, options: Attention
         )
     rows = max(16, next_power(options.max_query * group))
     programs = max(len(tables), cdiv(tokens, options.max_query)) * kv_heads
-    return AttentionTile(rows, 64, 4 if wide <= 128 else 3, 4, _splits(programs, context, query))
+    splits = _splits(programs, context, query)
+    if key_pages.itemsize == 1:
+        return AttentionTile(rows, 64, 3, 2 if rows == 16 else 4, splits)
+    return AttentionTile(rows, 32 if splits < 8 else 64, 3 if splits < 8 or wide > 128 else 4, 4, splits)
 
 
 def _splits(programs: int, context: int, query: Tensor) -> int:
@@ -274,7 +280,7 @@ def _splits(programs: int, context: int, query: Tensor) -> int:
 
 def attend(
     query: Tensor, key_pages: Tensor, value_pages: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor,
-    options: AttentionOptions, tile: AttentionTile | None = None,
+    options: AttentionOptions,
 ) -> Tensor:  # fmt: skip
     """Op `paged_attention`."""
     tokens, heads, width = query.shape
@@ -283,7 +289,7 @@ def attend(
     out = query.new_empty(tokens, heads, value_width)
     if not out.numel() or not sequences:
         return out.zero_()
-    tile = tile or tile_of(query, key_pages, tables, options)
+    tile = options.tile or tile_of(query, key_pages, tables, options)
     group = heads // kv_heads
     rows = max(tile.rows, next_power(group))
     single = options.max_query == 1 and not options.deterministic
@@ -311,7 +317,7 @@ def attend(
         SINGLE=single, CAUSAL=options.causal, WINDOW=options.window is not None, CAP=options.soft_cap is not None,
         ALIBI=options.alibi is not None, SINKS=options.sinks is not None, SCALES=scaled, SPLIT=split,
         FIXED=FIXED if options.deterministic else 0, EVEN=whole == width and value_whole == value_width,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **overlaps(device),
     )  # fmt: skip
     if split:
         launch(
@@ -319,7 +325,7 @@ def attend(
             parts, sums, out if options.sinks is None else options.sinks, starts, out, tokens * heads, sequences,
             tile.splits, heads, value_width,
             SPLITS=next_power(tile.splits), VALUE_WIDTH=value_whole, SINKS=options.sinks is not None,
-            num_warps=4 if tile.splits > 4 else 1,
+            num_warps=4 if tile.splits > 4 else 1, **overlaps(device),
         )  # fmt: skip
     return out
 

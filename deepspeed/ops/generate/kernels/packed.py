@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed.ops.generate.kernels.row import RowTile, row_sum
 from deepspeed.ops.generate.kernels.streaming import Tile, arrive, keep, parts_of, processors, put, scratch, together
 from deepspeed.ops.generate.packed import UNIT, PackedWeight
-from deepspeed.ops.model.kernels.common import cdiv, next_power
+from deepspeed.ops.model.kernels.common import after_others, cdiv, next_power, overlaps
 from deepspeed.ops.precompile import launch
 
 _MODES = {"w8a16": 8, "w4a16": 4, "wf6af16": 6, "fp8": 1}
@@ -64,13 +65,14 @@ def _unit(
 ):  # fmt: skip
     """Add what a unit of 128 columns gives; `w_at` is where each row has it."""
     type: tl.constexpr = x_ptr.dtype.element_ty
-    if MODE == 1:
+    if MODE <= 2:
         at = tl.arange(0, 128)[None, :]
         if WHOLE:
             w = tl.load(w_at[:, None] + at)
         else:
             w = tl.load(w_at[:, None] + at, mask=at < inner - column, other=0.0)
-        return tl.dot(w.to(type), _x(x_ptr, x_row, row, rows, column, inner, 128, WHOLE), total)
+        x = _x(x_ptr, x_row, row, rows, column, inner, 128, WHOLE)
+        return tl.dot(w.to(type), x, total)  # of MODE 2 both are of 8 bits
     elif MODE == 8:
         w = tl.load(w_at[:, None] + tl.arange(0, 128)[None, :])
         w = (w ^ 128).to(tl.int8, bitcast=True).to(type)
@@ -78,11 +80,11 @@ def _unit(
             w = w - zero[:, None].to(type)
         return tl.dot(w, _x(x_ptr, x_row, row, rows, column, inner, 128, WHOLE), total)
     elif MODE == 4:
-        w = tl.load(w_at[:, None] + tl.arange(0, 64)[None, :])
-        low = _four(w & 15, zero, type, ZEROS)
-        total = tl.dot(low, _x(x_ptr, x_row, row, rows, column, inner, 64, WHOLE), total)
-        high = _four(w >> 4, zero, type, ZEROS)
-        return tl.dot(high, _x(x_ptr, x_row, row, rows, column + 64, inner, 64, WHOLE), total)
+        words = tl.load(w_at.to(tl.pointer_type(tl.int32))[:, None] + tl.arange(0, 16)[None, :])
+        for k in tl.static_range(8):
+            w = _four((words >> (4 * k)) & 15, zero, type, ZEROS)
+            total = tl.dot(w, _x(x_ptr, x_row, row, rows, column + 16 * k, inner, 16, WHOLE), total)
+        return total
     else:
         at = tl.arange(0, 32)[None, :]
         first, second, bits = (
@@ -103,8 +105,9 @@ def _packed(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr,
     rows, inner, outs, x_row, w_row, groups, per_group, steps,
     MODE: tl.constexpr, BYTES: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-    PARTS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    PARTS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_others(PDL)
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     turn = tl.program_id(1)
     first, top = tile * OUT, turn * ROWS
@@ -139,6 +142,8 @@ def _packed(
         total *= scale.to(tl.float32)[:, None]
     if MODE == 6:
         total *= 4096.0
+    if MODE == 2:
+        total *= tl.load(zeros_ptr + row, mask=row < rows, other=0.0)[None, :]
     last = part >= 0
     if PARTS > 1:
         keep(partial_ptr, tile, part, total, PARTS, OUT, ROWS)
@@ -149,25 +154,70 @@ def _packed(
         put(y_ptr + top.to(tl.int64) * outs, bias_ptr, total, first, rows - top, outs, BIAS, OUT, ROWS)
 
 
-def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
-    """[rows, out]: x [rows, in] times the transpose of a packed weight."""
-    tile = tile or Tile()
+@triton.jit
+def _packed_row(
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, inner, outs, w_row, groups, per_group,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
+    OUT: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    after_others(PDL)
+    out = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    line = tl.minimum(out, outs - 1)
+    w_ptr = w_ptr.to(tl.pointer_type(tl.int32 if KIND == 4 else tl.int64 if KIND == 8 else tl.uint8))
+    total = row_sum(
+        x_ptr, w_ptr, scales_ptr, zeros_ptr, line, inner, w_row, groups, per_group, KIND, ZEROS, WHOLE, OUT, UNITS
+    )
+    if BIAS:
+        total += tl.load(bias_ptr + line).to(tl.float32)
+    tl.store(y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=out < outs)
+
+
+def multiply_row(x: Tensor, packed: PackedWeight, bias: Tensor | None, tile: RowTile | None = None) -> Tensor:
+    """[1, out]: x [1, in] times the transpose of a weight packed in 4 or 8 bits."""
+    kind = _MODES[packed.mode]
+    inner, outs, x = x.shape[1], packed.shape[0], x.contiguous()
+    usual = {1: RowTile(16, 8), 4: RowTile(16, 16), 8: RowTile(16, 8) if outs > 8192 else RowTile(8, 16)}
+    tile = tile or usual[kind]
+    found = torch.empty(1, outs, dtype=x.dtype, device=x.device)
+    launch(
+        _packed_row, (cdiv(outs, tile.out),),
+        x, packed.data, packed.scales, packed.data if packed.zeros is None else packed.zeros,
+        found if bias is None else bias, found, inner, outs,
+        packed.data.stride(0) // {1: 1, 4: 4, 8: 8}[kind], packed.scales.shape[1], max(1, packed.group_size // UNIT),
+        KIND=kind, ZEROS=packed.zeros is not None, BIAS=bias is not None, WHOLE=inner % (UNIT * tile.units) == 0,
+        OUT=tile.out, UNITS=tile.units, num_warps=tile.warps, **overlaps(x.device),
+    )  # fmt: skip
+    return found
+
+
+def multiply(
+    x: Tensor, packed: PackedWeight, bias: Tensor | None, tile: Tile | RowTile | None = None,
+    x_scale: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """[rows, out]: x [rows, in] times the transpose of a packed weight; with `x_scale` x is in 8 bits as well."""
     rows, inner = x.shape
-    x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
+    if rows == 1 and packed.mode != "wf6af16" and not isinstance(tile, Tile) and x_scale is None:
+        return multiply_row(x, packed, bias, tile)
+    assert not isinstance(tile, RowTile), "it is for one row"
+    tile = tile or Tile(stages=4 if x_scale is None else 6)
+    x = x if x.stride(1) == 1 and x.stride(0) % 16 == 0 else x.contiguous()
     outs = packed.shape[0]
-    found = torch.empty(rows, outs, dtype=x.dtype, device=x.device)
+    found = torch.empty(rows, outs, dtype=dtype or x.dtype, device=x.device)
     narrow = max(16, min(_WIDEST, next_power(rows)))
     tiles, turns = cdiv(outs, tile.out), cdiv(rows, narrow)
     units = cdiv(inner, UNIT)
     parts, steps = parts_of(tiles, units, processors(x.device)) if turns == 1 else (1, units)
+    zeros = x_scale if packed.zeros is None else packed.zeros
     launch(
         _packed, (tiles * parts, turns),
-        x, packed.data, packed.scales, packed.data if packed.zeros is None else packed.zeros,
+        x, packed.data, packed.scales, packed.data if zeros is None else zeros,
         found if bias is None else bias, found, *scratch(tiles, parts, tile, narrow, x),
         rows, inner, outs, x.stride(0), packed.data.stride(0), packed.scales.shape[1],
         max(1, packed.group_size // UNIT), steps,
-        MODE=_MODES[packed.mode], BYTES=UNIT * (8 if packed.mode == "fp8" else _MODES[packed.mode]) // 8,
+        MODE=_MODES[packed.mode] if x_scale is None else 2,
+        BYTES=UNIT * (8 if packed.mode == "fp8" else _MODES[packed.mode]) // 8,
         GROUPED=packed.group_size > 0, ZEROS=packed.zeros is not None, BIAS=bias is not None, PARTS=parts,
         OUT=tile.out, ROWS=narrow, WHOLE=inner % UNIT == 0, num_warps=tile.warps, num_stages=tile.stages,
+        **overlaps(x.device),
     )  # fmt: skip
     return found

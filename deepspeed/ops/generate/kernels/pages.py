@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.model.kernels.common import cdiv, next_power, warps
+from deepspeed.ops.model.kernels.common import after_others, cdiv, next_power, overlaps, warps
 from deepspeed.ops.precompile import launch
 
 if TYPE_CHECKING:
@@ -79,7 +79,9 @@ def _write(
     k_token, k_head, v_token, v_head, key_block, key_token, key_head, value_block, value_token, value_head,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, NARROW: tl.constexpr,
     KEY_SCALED: tl.constexpr, KEY_EACH: tl.constexpr, VALUE_SCALED: tl.constexpr, VALUE_EACH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    after_others(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot < 0:
@@ -104,8 +106,9 @@ def _rotate_and_write(
     k_token, k_head, v_token, v_head, key_block, key_token, key_head, value_block, value_token, value_head,
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     NARROW: tl.constexpr, KEY_SCALED: tl.constexpr, KEY_EACH: tl.constexpr, VALUE_SCALED: tl.constexpr,
-    VALUE_EACH: tl.constexpr,
+    VALUE_EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_others(PDL)
     token, what = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos_ptr += token * cos_token
     sin_ptr += token * sin_token
@@ -171,6 +174,7 @@ def write(key: Tensor, value: Tensor, target: PageTarget) -> None:
         key, value, target.key_pages, target.value_pages, target.slots, *_scales(target), target.key_pages.shape[1],
         heads, width, value.shape[2], *_places(key, value, target),
         HEADS=block, WIDTH=wide, VALUE_WIDTH=next_power(value.shape[2]), **_ways(target), num_warps=warps(block * wide),
+        **overlaps(key.device),
     )  # fmt: skip
 
 
@@ -189,6 +193,7 @@ def rotate_and_write(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin
         query.stride(0), query.stride(1), *_places(key, value, target),
         Q_HEADS=some, HEADS=block, HALF=wide, REST=next_power(rest) if rest else 0,
         VALUE_WIDTH=next_power(value.shape[2]), **_ways(target), num_warps=warps(max(block, some) * wide),
+        **overlaps(key.device),
     )  # fmt: skip
     return out
 

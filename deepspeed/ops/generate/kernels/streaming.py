@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.model.kernels.common import KINDS, act, cdiv, next_power
+from deepspeed.ops.model.kernels.common import KINDS, act, after_others, cdiv, next_power, overlaps
 from deepspeed.ops.precompile import launch
 
 
@@ -93,8 +93,9 @@ def _stream(
     x_ptr, w1_ptr, w2_ptr, w3_ptr, b1_ptr, b2_ptr, b3_ptr, y_ptr, partial_ptr, counters_ptr,
     rows, inner, x_row, w1_row, w2_row, w3_row, outs1, outs2, outs3, tiles1, tiles2, steps,
     B1: tl.constexpr, B2: tl.constexpr, B3: tl.constexpr, PARTS: tl.constexpr,
-    OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_others(PDL)
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     w_ptr, w_row, outs, first, which = w1_ptr, w1_row, outs1, tile * OUT, 1
     if tile >= tiles2:
@@ -126,8 +127,9 @@ def _stream_gated(
     x_ptr, gate_ptr, up_ptr, b1_ptr, b2_ptr, y_ptr, partial_ptr, counters_ptr,
     rows, inner, x_row, gate_row, up_row, outs, tiles, steps,
     B1: tl.constexpr, B2: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr,
-    OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_others(PDL)
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     first, begin = tile * OUT, part * steps
     end = tl.minimum(begin + steps, tl.cdiv(inner, INNER))
@@ -220,7 +222,7 @@ def stream(
         *scratch(tiles, parts, tile, narrow, x), rows, inner, x.stride(0), *(w.stride(0) for w in three), *sizes,
         *ends, steps, B1=given[0] is not None, B2=given[1] is not None, B3=given[2] is not None, PARTS=parts,
         OUT=tile.out, INNER=tile.inner, ROWS=narrow, WHOLE=inner % tile.inner == 0,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **overlaps(x.device),
     )  # fmt: skip
     return [each.view(rows, -1) for each in found.split([rows * out for out in outs])]
 
@@ -229,7 +231,7 @@ def stream_gated(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: str, tile: Tile | None = None
 ) -> Tensor:
     """act(x · gateᵀ) · (x · upᵀ) of two weights [out, in] of one shape."""
-    tile = tile or Tile(stages=3)
+    tile = tile or Tile(stages=4 if len(x) <= 16 else 3)
     rows, inner = x.shape
     x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     outs = weights[0].shape[0]
@@ -243,6 +245,6 @@ def stream_gated(
         *scratch(2 * tiles, parts, tile, narrow, x), rows, inner, x.stride(0), *(w.stride(0) for w in weights), outs,
         tiles, steps, B1=biases[0] is not None, B2=biases[1] is not None, KIND=KINDS[kind], PARTS=parts,
         OUT=tile.out, INNER=tile.inner, ROWS=narrow, WHOLE=inner % tile.inner == 0,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **overlaps(x.device),
     )  # fmt: skip
     return found

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from deepspeed.ops.model.rows import WIDEST
+from deepspeed.ops.precompile import is_placeholder
 
 
 def cdiv(total: int, part: int) -> int:
@@ -43,6 +44,24 @@ def programs(device: torch.device, rows: int, *, per_unit: int) -> int:
 def stages(block: int, dtype: torch.dtype) -> int:
     """How many rows a program that walks over them fetches ahead: as many as shared memory holds anywhere."""
     return 3 if block * dtype.itemsize <= 8192 else 1
+
+
+def overlaps(device: torch.device) -> dict[str, bool]:
+    """Options of a launch that may begin before the one ahead of it has ended: see `after_others`."""
+    there = (device.type == "cuda" or is_placeholder(device)) and torch.version.hip is None
+    fits = there and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if fits else {"PDL": False}
+
+
+@triton.jit
+def after_others(PDL: tl.constexpr):
+    """Wait for what was launched before, then let the next launch begin: it waits here for this one.
+
+    Before this a kernel reads only what no kernel around it writes, and it writes nothing.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -7,15 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.model.kernels.common import programs, row_block, stages, warps
+from deepspeed.ops.model.kernels.common import after_others, overlaps, programs, row_block, stages, warps
 from deepspeed.ops.precompile import launch
 
 
 @triton.jit
 def _rms_forward(
     x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, scale_ptr, columns, eps, offset,
-    ADDS: tl.constexpr, BLOCK: tl.constexpr,
+    ADDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    after_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < columns
@@ -72,7 +73,7 @@ def rms_norm_forward(
         launch(
             _rms_forward, (rows,),
             x, x if residual is None else residual, weight, y, total, scale, columns, eps, offset,
-            ADDS=residual is not None, BLOCK=block, num_warps=warps(block),
+            ADDS=residual is not None, BLOCK=block, num_warps=warps(block), **overlaps(x.device),
         )  # fmt: skip
     return y, total, scale
 

@@ -167,6 +167,28 @@ def test_echo(scene):
     assert alone["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_echoed_prompts_have_scores(scene, text, stream):
+    prompt = "größer als hello world"
+
+    async def go():
+        async with scene() as made:
+            answer = await made.complete(prompt=prompt, echo=True, logprobs=1, max_tokens=0, n=2, stream=stream)
+            return events(answer) if stream else [answer.json()]
+
+    ids = text.encode(prompt)
+    for index in (0, 1):
+        mine = [each for event in asyncio.run(go()) for each in event["choices"] if each["index"] == index]
+        scores = [each["logprobs"] for each in mine if each["logprobs"]]
+        found = {name: [one for each in scores for one in each[name]] for name in scores[0]}
+        assert "".join(each["text"] for each in mine) == prompt
+        assert len(found["tokens"]) == len(ids)
+        assert found["token_logprobs"] == [None] + [-0.25] * (len(ids) - 1)
+        assert found["top_logprobs"] == [None, *({name: -0.25} for name in found["tokens"][1:])]
+        for name, offset in zip(found["tokens"][1:], found["text_offset"][1:], strict=True):
+            assert prompt[offset:].startswith(name) or "\\x" in name
+
+
 def test_token_ids_and_lengths(scene, text):
     async def go():
         async with scene() as made:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed.config.inference import DeepSpeedInferenceConfig, RaggedInferenceEngineConfig
+from deepspeed.config.inference import AllocationMode, DeepSpeedInferenceConfig, RaggedInferenceEngineConfig
+from deepspeed.config.memory import MemoryConfig
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.generate.llm import LLM
+from deepspeed.generate.llm import LLM, Completion
 from deepspeed.generate.params import SamplingParams
 from deepspeed.log import logger
 
@@ -79,8 +80,9 @@ class _Call:
 class PagedGenerate:
     """`generate` of one model; the cache is made for the first call that needs it, and for a larger one anew."""
 
-    def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
-        self._model, self._config = model, config
+    def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig, *, streams: bool = False) -> None:
+        """`streams`: weights of the model come when they are used, which graphs of the device do not know."""
+        self._model, self._config, self._streams = model, config, streams
         self._llm: LLM | None = None
         self._rows = 0
         self._reasons: set[str] = set()
@@ -89,15 +91,23 @@ class PagedGenerate:
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """What Transformers returns: ids [batch × n, length]; None where Transformers itself has to do it."""
         try:
-            if self._never is not None:
-                raise _Unsuited(self._never)
-            call = self._read(inputs, kwargs)
-            return self._run(call)
+            return self._run(self._read(inputs, kwargs))
         except _Unsuited as reason:
-            if str(reason) not in self._reasons:
-                self._reasons.add(str(reason))
-                logger.info("generate() runs in Transformers: %s", reason)
+            self._tell(reason)
             return None
+
+    def complete(self, *inputs: Any, **kwargs: Any) -> list[Completion] | None:
+        """The continuations of a call of `generate`, with the log-probabilities of their tokens; None as above."""
+        try:
+            return self._completions(self._read(inputs, kwargs), logprobs=0)
+        except _Unsuited as reason:
+            self._tell(reason)
+            return None
+
+    def _tell(self, reason: _Unsuited) -> None:
+        if str(reason) not in self._reasons:
+            self._reasons.add(str(reason))
+            logger.info("generate() runs in Transformers: %s", reason)
 
     def close(self) -> None:
         """Free the cache."""
@@ -106,6 +116,8 @@ class PagedGenerate:
             self._llm = None
 
     def _read(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
+        if self._never is not None:
+            raise _Unsuited(self._never)
         given = {name: value for name, value in kwargs.items() if value is not None}
         if inputs:
             given = {"inputs": inputs[0], **given}
@@ -181,8 +193,8 @@ class PagedGenerate:
         return new
 
     def _run(self, call: _Call) -> Tensor:
-        llm = self._engine(len(call.prompts) * call.params.n)
         if call.streamer is not None:
+            llm = self._engine(len(call.prompts) * call.params.n)
             call.streamer.put(call.ids.cpu())
             tokens = []
             for token in llm.stream(call.prompts[0], call.params):
@@ -194,12 +206,7 @@ class PagedGenerate:
             call.streamer.end()
             found = [tokens]
         else:
-            seed = call.params.seed
-            each = [_seeded(call.params, seed, row) for row in range(len(call.prompts))]
-            done = llm.generate(call.prompts, each, progress=False)
-            if any(one.finish_reason == "error" for one in done):
-                raise UsageError("generate(): the model's logits are not finite")
-            found = [one.token_ids for one in done]
+            found = [one.token_ids for one in self._completions(call)]
         longest = max(map(len, found))
         out = call.ids.new_full((len(found), call.ids.shape[1] + longest), call.pad)
         out[:, : call.ids.shape[1]] = call.ids.repeat_interleave(call.params.n, 0)
@@ -208,13 +215,22 @@ class PagedGenerate:
                 out[row, call.ids.shape[1] : call.ids.shape[1] + len(tokens)] = torch.tensor(tokens, device=out.device)
         return out
 
+    def _completions(self, call: _Call, logprobs: int | None = None) -> list[Completion]:
+        llm = self._engine(len(call.prompts) * call.params.n)
+        each = [_of_row(call.params, row, logprobs) for row in range(len(call.prompts))]
+        done = llm.generate(call.prompts, each, progress=False)
+        if any(one.finish_reason == "error" for one in done):
+            raise UsageError("generate(): the model's logits are not finite")
+        return done
+
     def _engine(self, rows: int) -> LLM:
         """An engine whose cache has room for so many sequences; all of them run if it has less, one after the other."""
         if self._llm is not None and self._rows >= rows:
             return self._llm
         self.close()
+        config = self._ragged(rows)
         try:
-            self._llm = LLM(self._model, self._ragged(rows))
+            self._llm = LLM(self._model, config)
         except DeepSpeedError as error:
             self._never = str(error)
             raise _Unsuited(self._never) from error
@@ -237,14 +253,18 @@ class PagedGenerate:
             manager.memory_config = {"mode": "allocate", "size": max(rows, 1) * blocks + 1}  # type: ignore[assignment]
         if given is None or "max_context" not in given.state_manager.model_fields_set:
             manager.max_context = context
-        if manager.max_context < self._config.min_out_tokens:
+        cache, least = manager.memory_config, self._config.min_out_tokens
+        room = cache.size * manager.block_size if cache.mode is AllocationMode.ALLOCATE else manager.max_context
+        if min(room, manager.max_context) < least:
             raise UsageError(
-                f"min_out_tokens is {self._config.min_out_tokens}, above state_manager.max_context "
-                f"({manager.max_context}); lower the first or raise the second"
+                f"min_out_tokens is {least}, but ragged.state_manager has room for sequences of "
+                f"{min(room, manager.max_context)} tokens (max_context, memory_config); lower the first or raise those"
             )
         made.quantization.quantization_mode = None
         made.tensor_parallel.tp_size = 1
         made.kernels = False
+        made.cuda_graphs = made.cuda_graphs and not self._streams
+        made.memory = MemoryConfig()
         return made
 
 
@@ -252,12 +272,10 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _seeded(params: SamplingParams, seed: int | None, row: int) -> SamplingParams:
+def _of_row(params: SamplingParams, row: int, logprobs: int | None) -> SamplingParams:
     """Every prompt of a call draws its own numbers."""
-    if seed is None:
-        return params
-    fields = {name: getattr(params, name) for name in type(params).__dataclass_fields__}
-    return SamplingParams(**{**fields, "seed": (seed + 1_000_003 * row) % 2**62})
+    seed = None if params.seed is None else (params.seed + 1_000_003 * row) % 2**62
+    return replace(params, seed=seed, logprobs=logprobs)
 
 
 def _prompts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:

@@ -1,0 +1,158 @@
+"""`Codec`: flat tensors as fewer bytes. What a codec makes of a row is one message: its scales, then its payload.
+
+Sizes are known from the number of elements alone, so that a rank knows what comes from others. Any number is fine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.codecs import rows as numbers
+from deepspeed.ops.codecs.formats import FORMATS
+
+_ALIGNED = 16  # bytes at which the parts of a message begin, so that kernels read them in wide words
+
+
+class Codec(Protocol):
+    """Encodes rows of numbers into messages of bytes."""
+
+    @property
+    def name(self) -> str:
+        """What logs call it."""
+
+    def payload_bytes(self, numel: int) -> int:
+        """Bytes of the codes of so many elements."""
+
+    def scales(self, numel: int) -> int:
+        """How many float32 scales they have."""
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the message."""
+
+    def parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """(payload, scales) of messages `[..., nbytes]`: views, uint8 and float32."""
+
+    def encode(self, values: Tensor, message: Tensor | None = None) -> Tensor:
+        """Messages `[..., nbytes]` of numbers `[..., n]` of any float dtype; written to `message`, if that is given."""
+
+    def decode(self, message: Tensor, out: Tensor) -> Tensor:
+        """Write what messages `[..., nbytes]` say to `out`, `[..., n]`, in its dtype."""
+
+    def decode_sum(self, messages: Tensor, out: Tensor) -> Tensor:
+        """Write the sum of the rows `[rows, nbytes]`, added in float32 in their order, to `out`, `[n]`."""
+
+
+def _aligned(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True)
+class BlockCodec:
+    """Numbers of a format with a scale for each block of elements; a block's error is bounded by its scale."""
+
+    form: str
+    block: int
+    """Elements that share a scale; a power of two."""
+
+    @property
+    def name(self) -> str:
+        return self.form
+
+    def payload_bytes(self, numel: int) -> int:
+        return FORMATS[self.form].payload_bytes(numel, self.block)
+
+    def scales(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def nbytes(self, numel: int) -> int:
+        return _aligned(4 * self.scales(numel), _ALIGNED) + _aligned(self.payload_bytes(numel), _ALIGNED)
+
+    def parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        count = self.scales(numel)
+        start = _aligned(4 * count, _ALIGNED)
+        payload = message[..., start : start + self.payload_bytes(numel)]
+        return payload, message[..., : 4 * count].view(torch.float32)
+
+    def encode(self, values: Tensor, message: Tensor | None = None) -> Tensor:
+        """See `Codec`."""
+        return self._encode(values, message, None)
+
+    def encode_at_random(self, values: Tensor, seed: int, message: Tensor | None = None) -> Tensor:
+        """As `encode`, rounded up or down with the odds that make the mean right; the same seed, the same bytes."""
+        return self._encode(values, message, seed)
+
+    def _encode(self, values: Tensor, message: Tensor | None, seed: int | None) -> Tensor:
+        if message is None:
+            message = values.new_empty(*values.shape[:-1], self.nbytes(values.shape[-1]), dtype=torch.uint8)
+        payload, scales = self.parts(_rows(message), values.shape[-1])
+        numbers.encode(self.form, self.block, _rows(values), payload, scales, seed)
+        return message
+
+    def decode(self, message: Tensor, out: Tensor) -> Tensor:
+        numbers.decode(self.form, self.block, *self.parts(_rows(message), out.shape[-1]), _rows(out))
+        return out
+
+    def decode_sum(self, messages: Tensor, out: Tensor) -> Tensor:
+        """See `Codec`; of `[rows, sums, nbytes]` many sums to `[sums, n]`."""
+        several = messages if messages.dim() == 3 else messages.unsqueeze(1)
+        sums = out if out.dim() == 2 else out.unsqueeze(0)
+        numbers.decode_sum(self.form, self.block, *self.parts(several, out.shape[-1]), sums)
+        return out
+
+
+@dataclass(frozen=True)
+class SignCodec:
+    """Signs with one scale, the root of the mean square (‖x‖₂ / √n); the sign of zero is plus."""
+
+    name: str = "sign"
+
+    def payload_bytes(self, numel: int) -> int:
+        return numbers.sign_bytes(numel)
+
+    def scales(self, numel: int) -> int:
+        return 1
+
+    def nbytes(self, numel: int) -> int:
+        return 4 + _aligned(self.payload_bytes(numel), 4)
+
+    def parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        return message[..., 4 : 4 + self.payload_bytes(numel)], message[..., :4].view(torch.float32)
+
+    def encode(self, values: Tensor, message: Tensor | None = None) -> Tensor:
+        numel = values.shape[-1]
+        if message is None:
+            message = values.new_empty(*values.shape[:-1], self.nbytes(numel), dtype=torch.uint8)
+        flat = _rows(values)
+        payload, scales = self.parts(_rows(message), numel)
+        norm = torch.linalg.vector_norm(flat, dim=1, keepdim=True, dtype=torch.float32)
+        scales.copy_(norm / max(numel, 1) ** 0.5)
+        numbers.signs(flat, payload)
+        return message
+
+    def decode(self, message: Tensor, out: Tensor) -> Tensor:
+        numbers.signed(*self.parts(_rows(message), out.shape[-1]), _rows(out))
+        return out
+
+    def decode_sum(self, messages: Tensor, out: Tensor) -> Tensor:
+        numbers.signed(*self.parts(messages, len(out)), out, add=True)
+        return out
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """`[rows, n]` of `[..., n]`: a view."""
+    return tensor.view(-1, tensor.shape[-1]) if tensor.dim() != 2 else tensor
+
+
+BLOCKS = {"int8": 256, "int4": 512, "fp8_e4m3": 256, "fp8_e5m2": 256, "fp4": 512, "fp6": 512, "fp12": 256}
+"""Elements that share a scale, such that scales are at most 2 % of a message."""
+
+SIGN = SignCodec()
+
+
+def block_codec(form: str, block: int | None = None) -> BlockCodec:
+    """The codec of a format, with its usual blocks if none is given."""
+    return BlockCodec(form, BLOCKS[form] if block is None else block)

@@ -1,0 +1,148 @@
+"""`Pacing`: what of a forward pass changes with the step; the engine asks it before each pass in training."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from deepspeed.config.schema import Schema
+from deepspeed.data.curriculum import CurriculumScheduler, cut_to_length
+from deepspeed.data.layer_drop import BlockDrop, ProgressiveLayerDrop
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+
+__all__ = ["NumberedBlocks", "Pacing", "pacing_of", "set_custom_schedules"]
+
+
+@dataclass(frozen=True)
+class NumberedBlocks:
+    """The blocks of a model that lie on this rank, with their numbers, and how many the whole model has."""
+
+    here: Sequence[tuple[int, nn.Module]]
+    total: int
+
+
+@dataclass
+class Pacing:
+    """Length of sequences, dropped layers and kept tokens, by the step; a part that is None is off."""
+
+    curriculum: CurriculumScheduler | None = None
+    cuts: bool = False
+    """Batches are cut to the curriculum's length here."""
+    tells_length: bool = False
+    """The forward gets `curriculum_seqlen`."""
+    layer_drop: ProgressiveLayerDrop | None = None
+    block_drop: BlockDrop | None = None
+    tokens: Any = None
+    """The RandomLTDScheduler."""
+    _length: int | None = field(default=None, init=False)
+
+    def enter(self, step: int, micro_step: int) -> bool:
+        """A pass of `step` optimizer steps before begins; true if the sequences of a pipeline have another length."""
+        if self.layer_drop is not None:
+            self.layer_drop.update_state(step)
+            if self.block_drop is not None:
+                self.block_drop.choose(self.layer_drop.get_theta(), micro_step)
+        before = self._length
+        if self.curriculum is not None:
+            self._length = self.curriculum.update_difficulty(step + 1)
+        return self._length != before
+
+    def cut(self, batch: Any) -> Any:
+        """The batch in the length of this step."""
+        return cut_to_length(batch, self._length) if self.cuts and self._length is not None else batch
+
+    def arguments(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the forward in this step."""
+        if self.cuts:
+            inputs, kwargs = self.cut((inputs, kwargs))
+        if self.tells_length:
+            kwargs = {**kwargs, "curriculum_seqlen": self._length}
+        if self.layer_drop is not None and self.block_drop is None:
+            kwargs = {**kwargs, **self.layer_drop.get_state()}
+        return inputs, kwargs
+
+    def state_dict(self) -> dict[str, Any]:
+        """What does not follow from the number of steps."""
+        return {} if self.tokens is None else {"random_ltd": self.tokens.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where the state was taken."""
+        if self.tokens is not None and "random_ltd" in state:
+            self.tokens.load_state_dict(state["random_ltd"])
+
+
+def pacing_of(
+    schema: Schema, module: nn.Module, blocks: Callable[[], NumberedBlocks], *, whole: bool, stack: ExitStack
+) -> Pacing | None:
+    """What the config asks for; None where nothing changes with the step. `whole`: the module is no pipeline."""
+    found = Pacing()
+    legacy, drop = schema.curriculum_learning, schema.progressive_layer_drop
+    if legacy.enabled:
+        found.curriculum, found.cuts = CurriculumScheduler(legacy), legacy.cut_batches
+        found.tells_length = whole and not legacy.cut_batches and legacy.curriculum_type == "seqlen"
+        if found.tells_length:
+            _require_arguments(module, ("curriculum_seqlen",), "curriculum_learning.cut_batches")
+    if drop.enabled:
+        found.layer_drop = ProgressiveLayerDrop(drop.theta, drop.gamma)
+        if drop.drop_blocks:
+            each = _named(module, drop.blocks) if drop.blocks else blocks()
+            found.block_drop = BlockDrop(each.here, each.total, drop.seed)
+            stack.callback(found.block_drop.close)
+        elif not whole:
+            raise DeepSpeedConfigError(
+                "progressive_layer_drop.enabled is true, and the layers of a pipeline take no keyword arguments; set "
+                "progressive_layer_drop.drop_blocks to true for a model of Transformers, or remove the section",
+                path="progressive_layer_drop.enabled",
+            )
+        else:
+            _require_arguments(module, ("progressive_layer_drop", "pld_theta"), "progressive_layer_drop.drop_blocks")
+    return found if legacy.enabled or drop.enabled else None
+
+
+def set_custom_schedules(schedules: Mapping[str, Callable[[int], int]], pacing: Pacing | None, loader: Any) -> None:
+    """Give functions to the schedules of these names that are custom."""
+    known: dict[str, CurriculumScheduler] = dict(getattr(loader, "curriculum_schedulers", {}))
+    if pacing is not None and pacing.curriculum is not None:
+        known["seqlen"] = pacing.curriculum
+    custom = {name: each for name, each in known.items() if each.schedule.schedule_type == "custom"}
+    for name, function in schedules.items():
+        if name not in custom:
+            raise UsageError(
+                f"set_custom_curriculum_learning_schedule: {name!r} is no metric with schedule_type custom; those are "
+                f"{', '.join(custom) or 'none'}"
+            )
+        custom[name].set_custom_get_difficulty(function)
+
+
+def _named(module: nn.Module, paths: Sequence[str]) -> NumberedBlocks:
+    known = dict(module.named_modules())
+    for path in paths:
+        if not isinstance(known.get(path), (nn.ModuleList, nn.Sequential)):
+            lists = [name for name, each in known.items() if isinstance(each, (nn.ModuleList, nn.Sequential))]
+            raise DeepSpeedConfigError(
+                f"progressive_layer_drop.blocks: the model has no list of modules {path!r}; its lists are "
+                f"{', '.join(lists) or 'none'}",
+                path="progressive_layer_drop.blocks",
+            )
+    found = [block for path in paths for block in known[path].children()]
+    return NumberedBlocks(list(enumerate(found)), len(found))
+
+
+def _require_arguments(module: nn.Module, names: Sequence[str], instead: str) -> None:
+    """Refuse a model whose forward would not read them: one of Transformers swallows what it does not know."""
+    parameters = inspect.signature(module.forward).parameters
+    swallows = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    foreign = type(module).__module__.startswith("transformers.")
+    missing = [name for name in names if name not in parameters]
+    if missing and (foreign or not swallows):
+        section = instead.partition(".")[0]
+        raise DeepSpeedConfigError(
+            f"{section}.enabled is true, but {type(module).__name__}.forward does not take {', '.join(missing)}. "
+            f"Set {instead} to true, so that the engine does it, or let the forward take them",
+            path=instead,
+        )

@@ -1,0 +1,1 @@
+"""The hybrid engine: one set of weights that trains and generates."""

@@ -1,0 +1,1 @@
+"""Rows of numbers in few bits: formats, and what encodes, decodes and sums them."""

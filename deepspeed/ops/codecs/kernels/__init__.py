@@ -1,0 +1,1 @@
+"""The Triton implementations; importing one of these modules needs the package triton."""

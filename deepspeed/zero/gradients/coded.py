@@ -1,0 +1,261 @@
+"""`CodedReduction`: gradients to their owners as codes (qgZ), in one hop or by nodes, with or without memory (LoCo).
+
+[Note: two hops] Within a node each rank receives, as codes, what all ranks of the node have for the ranks of its place
+in every node, and adds it up in float32. These sums travel between nodes as codes and are added up by their owners. So
+a link between nodes carries a gradient once for each node and not once for each rank.
+
+Each parameter is encoded by itself: sums do not depend on what shares a bucket. A gradient that is not finite decodes
+to numbers that are not, which the norm finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed import comm
+from deepspeed.comm import Pending
+from deepspeed.comm.codec import BlockCodec, block_codec
+from deepspeed.log import warn_once
+from deepspeed.parallel import AxisGroup
+from deepspeed.zero.gradients.reduction import EvenShares, OwnedShares, ReductionWeights, Share, SharePart
+from deepspeed.zero.placement import NodeGroups
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """Slices that lie one after the other, and what lies in them."""
+
+    parts: tuple[tuple[SharePart, ...], ...]
+    lengths: tuple[int, ...]
+    owners: tuple[int, ...]
+    alike: bool
+
+    @classmethod
+    def of(cls, share: Share, size: int) -> _Slices:
+        """A slice for each rank, of some no elements."""
+        if isinstance(share, EvenShares):
+            alike = len(share.parts) == 1
+            return cls(share.parts * size if alike else share.parts, (share.length,) * size, tuple(range(size)), alike)
+        assert isinstance(share, OwnedShares), "codes go to owners"
+        parts: list[tuple[SharePart, ...]] = [()] * size
+        lengths = [0] * size
+        for (owner, length), lying in zip(share.lengths, share.parts, strict=True):
+            parts[owner], lengths[owner] = lying, length
+        return cls(tuple(parts), tuple(lengths), tuple(range(size)), alike=False)
+
+    def only(self, owners: Sequence[int]) -> _Slices:
+        """Those of these ranks."""
+        pick = [self.owners.index(owner) for owner in owners]
+        return _Slices(
+            tuple(self.parts[at] for at in pick), tuple(self.lengths[at] for at in pick), tuple(owners), self.alike
+        )
+
+    def nbytes(self, codec: BlockCodec) -> list[int]:
+        """Bytes of the codes of each slice."""
+        if self.alike:
+            return [sum(codec.nbytes(part.length) for part in self.parts[0])] * len(self.parts)
+        return [sum(codec.nbytes(part.length) for part in parts) for parts in self.parts]
+
+
+@dataclass(eq=False)
+class ErrorMemory:
+    """What codes lost, in 8 bits, to be added to what is encoded next: LoCo.
+
+    Of the old error a share `beta` is carried on, the rest is what the last codes lost. Every `period` optimizer steps
+    it is forgotten.
+    """
+
+    beta: float
+    period: int
+    codec: BlockCodec = field(default_factory=lambda: block_codec("int8"))
+    errors: dict[str, Tensor] = field(default_factory=dict)
+    """Messages by hop and parameter."""
+    steps: int = 0
+
+    def encode(self, codec: BlockCodec, key: str, values: Tensor, message: Tensor) -> None:
+        """As `codec.encode`, of the values and what was lost before."""
+        wide, old = values.float(), self._old(key, values)
+        if old is not None:
+            wide = wide + old
+        codec.encode(wide, message)
+        lost = (wide - codec.decode(message, torch.empty_like(wide))).nan_to_num_(0.0, 0.0, 0.0)
+        if old is not None and self.beta:
+            lost = lost.mul_(1.0 - self.beta).add_(old, alpha=self.beta)
+        self.errors[key] = self.codec.encode(lost, self.errors.get(key))
+
+    def _old(self, key: str, values: Tensor) -> Tensor | None:
+        found, shape = self.errors.get(key), (*values.shape[:-1], self.codec.nbytes(values.shape[-1]))
+        if found is None:
+            return None
+        if found.shape != shape:
+            warn_once(
+                f"zero_optimization.zeropp_loco_param: errors of {key} have the shape {tuple(found.shape)}, where "
+                f"{shape} is expected; they were made with other ranks or another codec and start from zero"
+            )
+            del self.errors[key]
+            return None
+        if found.device != values.device:
+            found = self.errors[key] = found.to(values.device)
+        return self.codec.decode(found, torch.empty(values.shape, dtype=torch.float32, device=values.device))
+
+    def stepped(self) -> None:
+        """An optimizer step."""
+        self.steps += 1
+        if self.steps % self.period == 0:
+            self.errors.clear()
+
+
+@dataclass(eq=False)
+class CodedReduction:
+    """`Reduction` by codes over the ranks of an axis; equal copies add up float32."""
+
+    axis: AxisGroup
+    group: Any
+    """The process group of the axis on which gradients travel."""
+    codec: BlockCodec
+    weights: ReductionWeights
+    nodes: NodeGroups | None = None
+    """See [Note: two hops]; None: one hop."""
+    replicate: AxisGroup | None = None
+    """Ranks that hold the same slice for other samples."""
+    late: AxisGroup | None = None
+    """The same, where their mean is taken once before the step."""
+    memory: ErrorMemory | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks of the axis."""
+        return self.axis.size
+
+    @property
+    def rank(self) -> int:
+        """This rank on the axis."""
+        return self.axis.rank
+
+    @property
+    def few(self) -> int:
+        """Any number: each slice is encoded for its owner."""
+        return self.size
+
+    @torch.no_grad()
+    def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
+        """See `Reduction`; the result is float32."""
+        if self.weights.before != 1.0:
+            send = send.mul_(self.weights.before)
+        slices = _Slices.of(share, self.size)
+        message = self._encode(1, send, slices)
+        if self.nodes is None:
+            return self._exchange(message, slices.nbytes(self.codec), self.group, slices.only([self.rank]), self._end)
+        sizes = slices.nbytes(self.codec)
+        parts = message.split(sizes)
+        message = torch.cat([parts[owner] for column in self._columns for owner in column])
+        mine = slices.only(self._columns[self.nodes.intra.rank])
+        splits = [sum(sizes[owner] for owner in column) for column in self._columns]
+
+        def across(sums: Tensor) -> Tensor:
+            second = self._encode(2, sums, mine)
+            own = slices.only([self.rank])
+            assert self.nodes is not None, "there are two hops"
+            return self._exchange(second, mine.nbytes(self.codec), self.nodes.across, own, self._end).wait()
+
+        return self._exchange(message, splits, self.nodes.within, mine, across)
+
+    @cached_property
+    def _columns(self) -> list[list[int]]:
+        """For each place in a node, the ranks on the axis that have it, in the order of the nodes."""
+        assert self.nodes is not None, "there are two hops"
+        place = {rank: at for at, rank in enumerate(self.axis.ranks)}
+        runs = [run for run in self.nodes.intra.axis.groups if run[0] in place]
+        return [[place[run[at]] for run in runs] for at in range(self.nodes.intra.size)]
+
+    def _exchange(self, message: Tensor, sizes: list[int], group: Any, mine: _Slices, then: Any) -> Pending[Tensor]:
+        """Send each rank of a group its codes; `then` gets the sum of those that came for `mine`."""
+        comes, ranks = sum(mine.nbytes(self.codec)), len(sizes)
+        received = message.new_empty(ranks * comes)
+        with comm.labelled(f"{self.codec.name} codes of gradients"):
+            work = comm.all_to_all_single(received, message, [comes] * ranks, sizes, group=group, async_op=True)
+
+        def finish(codes: Tensor) -> Tensor:
+            with torch.no_grad():
+                result: Tensor = then(self._sum(codes.view(ranks, -1), mine))
+            return result
+
+        return Pending(received, work, finish)
+
+    def _encode(self, hop: int, values: Tensor, slices: _Slices) -> Tensor:
+        """The codes of all parts, slice after slice."""
+        message = values.new_empty(sum(slices.nbytes(self.codec)), dtype=torch.uint8)
+        at = 0
+        if slices.alike:
+            rows, to = values.view(len(slices.parts), -1), message.view(len(slices.parts), -1)
+            for part in slices.parts[0]:
+                size = self.codec.nbytes(part.length)
+                self._one(f"{hop}.{part.name}", rows.narrow(1, part.start, part.length), to.narrow(1, at, size))
+                at += size
+            return message
+        begin = 0
+        for owner, parts, length in zip(slices.owners, slices.parts, slices.lengths, strict=True):
+            for part in parts:
+                size = self.codec.nbytes(part.length)
+                key = f"{hop}.{owner}.{part.name}"
+                self._one(key, values.narrow(0, begin + part.start, part.length), message.narrow(0, at, size))
+                at += size
+            begin += length
+        return message
+
+    def _one(self, key: str, values: Tensor, message: Tensor) -> None:
+        if self.memory is None:
+            self.codec.encode(values, message)
+        else:
+            self.memory.encode(self.codec, key, values, message)
+
+    def _sum(self, rows: Tensor, slices: _Slices) -> Tensor:
+        """The float32 sums of what rows of codes say, slice after slice; zero between the parts."""
+        sums = torch.zeros(sum(slices.lengths), dtype=torch.float32, device=rows.device)
+        at = 0
+        if slices.alike:
+            count = len(slices.parts)
+            codes, out = rows.view(len(rows), count, -1), sums.view(count, -1)
+            for part in slices.parts[0]:
+                size = self.codec.nbytes(part.length)
+                self.codec.decode_sum(codes.narrow(2, at, size), out.narrow(1, part.start, part.length))
+                at += size
+            return sums
+        begin = 0
+        for parts, length in zip(slices.parts, slices.lengths, strict=True):
+            for part in parts:
+                size = self.codec.nbytes(part.length)
+                self.codec.decode_sum(rows.narrow(1, at, size), sums.narrow(0, begin + part.start, part.length))
+                at += size
+            begin += length
+        return sums
+
+    def _end(self, sums: Tensor) -> Tensor:
+        if self.replicate is not None and self.replicate.size > 1:
+            comm.all_reduce(sums, group=self.replicate.group)
+        return sums.mul_(self.weights.after) if self.weights.after != 1.0 else sums
+
+    def stepped(self) -> None:
+        if self.memory is not None:
+            self.memory.stepped()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if self.memory is None:
+            return {}
+        return {"steps": torch.tensor(self.memory.steps), **self.memory.errors}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """See `Reduction`; errors of another codec or other ranks are noticed where they are used."""
+        if self.memory is not None:
+            self.memory.errors = {key: value.clone() for key, value in state.items() if key != "steps"}
+            self.memory.steps = int(state.get("steps", torch.tensor(0)))
+
+    def close(self) -> None:
+        if self.memory is not None:
+            self.memory.errors.clear()

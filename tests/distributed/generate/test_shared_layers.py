@@ -1,0 +1,77 @@
+"""`LLM` on ranks that share every layer: the tokens of one process, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.errors import UsageError
+from deepspeed.inference import LLM, SamplingParams
+from tests.harness import ranks
+from tests.unit.generate.families import prompts_of, small_cache, tiny
+
+GREEDY = SamplingParams(max_tokens=5, temperature=0, logprobs=0)
+PROMPTS = (3, 4, 5, 13)
+SAMPLE = ("llama", "gemma3_text", "qwen3_moe", "gpt2")
+"""Heads that are shared, layers with a window, experts, one matrix of queries, keys and values."""
+
+
+def same_everywhere(value: Any) -> bool:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return all(each == value for each in found)
+
+
+def compare(kind: str, size: int, **changes: Any) -> None:
+    with LLM(tiny(kind, **changes), small_cache()) as llm:
+        expected = llm.generate(prompts_of(*PROMPTS), GREEDY, progress=False)
+    with LLM(tiny(kind, **changes), small_cache(), tensor_parallel={"tp_size": size}) as llm:
+        found = llm.generate(prompts_of(*PROMPTS), GREEDY, progress=False)
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected], kind
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-5, atol=1e-5)
+
+
+@ranks(2)
+def test_two_ranks():
+    for kind in SAMPLE:
+        compare(kind, 2)
+
+
+@ranks(2)
+def test_what_a_request_asks_for_on_two_ranks():
+    """Sampling without a seed, a full cache, rounded weights, speculation."""
+    params = SamplingParams(max_tokens=8, n=2, top_p=0.9)
+    shared = {"tensor_parallel": {"tp_size": 2}}
+    with LLM(tiny(), small_cache(blocks=15), **shared) as llm:
+        found = llm.generate(prompts_of(9, 10, 11, 12, 13), params, progress=False)
+        assert same_everywhere([each.token_ids for each in found])
+        assert llm.stats()["preemptions"] > 0
+        items = dict(tiny(seed=1).state_dict())
+        llm.update_weights(items)
+        after = llm.generate(prompts_of(9), GREEDY, progress=False)
+    with LLM(tiny(seed=1), small_cache()) as llm:
+        assert llm.generate(prompts_of(9), GREEDY, progress=False)[0].token_ids == after[0].token_ids
+    for keys in ({"quantization": {"quantization_mode": "w8a16"}}, {"speculative": {"method": "ngram"}}):
+        with LLM(tiny(), small_cache(), **keys) as llm:
+            expected = llm.generate(prompts_of(6)[0] * 3, GREEDY, progress=False)
+        with LLM(tiny(), small_cache(), **keys, **shared) as llm:
+            found = llm.generate(prompts_of(6)[0] * 3, GREEDY, progress=False)
+        assert [each.token_ids for each in found] == [each.token_ids for each in expected], keys
+
+
+@ranks(2)
+def test_numbers_that_do_not_divide():
+    with pytest.raises(UsageError, match="tp_size is 3, which does not divide 2 ranks"):
+        LLM(tiny(), small_cache(), tensor_parallel={"tp_size": 3})
+    compare("llama", 2, num_key_value_heads=1)  # both ranks have it
+    compare("llama", 2, hidden_size=24, num_attention_heads=3, num_key_value_heads=3)  # two heads, and one
+
+
+@ranks(4)
+def test_four_ranks():
+    compare("llama", 4, num_key_value_heads=4)
+    compare("llama", 2)  # two groups of two ranks

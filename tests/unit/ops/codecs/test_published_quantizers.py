@@ -1,0 +1,63 @@
+"""The published quantisers: what comes back, and bad arguments."""
+
+import pytest
+import torch
+
+from deepspeed.errors import UsageError
+from deepspeed.ops.fp_quantizer import FP_Quantize, matmul_fp8
+from deepspeed.ops.quantizer import ds_quantizer
+
+
+@pytest.mark.parametrize("asym", [False, True])
+@pytest.mark.parametrize("sr", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_groups_are_rounded_in_place(bits, sr, asym):
+    torch.manual_seed(0)
+    x = torch.randn(8, 64) * torch.logspace(-2, 2, 8)[:, None] + 1
+    before = x.clone()
+    assert ds_quantizer(x, 8, bits, sr, asym) is x
+    span = before.amax(1) - before.amin(1) if asym else 2 * before.abs().amax(1)
+    step = span / (2**bits - (1 if asym else 2))
+    assert ((x - before).abs().amax(1) <= step * (1 if sr else 0.5) * 1.001).all()
+    for row in x:
+        assert len(row.unique()) <= 2**bits
+    with pytest.raises(UsageError, match="7 groups do not divide the 512"):
+        ds_quantizer(x, 7)
+
+
+@pytest.mark.parametrize(
+    ("bits", "mantissa", "bound"), [(8, 3, 2**-4), (8, 2, 2**-3), (12, 4, 2**-5), (6, 2, 2**-3), (4, 1, 1 / 6)]
+)
+def test_small_floats_come_back(bits, mantissa, bound):
+    torch.manual_seed(0)
+    x, made = torch.randn(6, 256, dtype=torch.bfloat16), FP_Quantize(type("Config", (), {"group_size": 128})())
+    codes, scales = made.quantize(x, bits, mantissa, return_meta_tensor=True)
+    assert codes.shape == (12, 128 * bits // 8)
+    assert torch.equal(scales, made.get_scales())
+    back = made.dequantize(codes, q_bits=bits, q_mantisa_bits=mantissa)
+    assert back.dtype == x.dtype
+    assert ((back - x).abs().float() <= x.abs().amax().float() * (bound + 2**-8)).all()
+    some = torch.tensor([4, 1])
+    assert torch.equal(made.selective_dequantize(codes, some, q_bits=bits, q_mantisa_bits=mantissa), back[some])
+    assert torch.equal(made.dequantize(codes, torch.empty_like(x), bits, mantissa, scales), back)
+
+
+def test_a_product_with_an_8_bit_weight():
+    torch.manual_seed(0)
+    weight, x, made = torch.randn(128, 64), torch.randn(3, 128), FP_Quantize()
+    made.group_size = 128
+    codes = made.quantize(weight)
+    found = matmul_fp8(x, codes, made.get_scales(), 128, made)
+    assert (found - x @ weight).norm() < 0.05 * (x @ weight).norm()
+
+
+def test_bad_arguments():
+    made = FP_Quantize()
+    with pytest.raises(UsageError, match="call quantize first"):
+        made.dequantize(torch.zeros(1, 512, dtype=torch.uint8))
+    with pytest.raises(UsageError, match="groups of 512 do not divide the 100"):
+        made.quantize(torch.zeros(100))
+    with pytest.raises(UsageError, match="5 bits"):
+        made.quantize(torch.zeros(512), q_bits=5)
+    with pytest.raises(UsageError, match="stochastic_mode"):
+        made.quantize(torch.zeros(512), stochastic_mode=True)
