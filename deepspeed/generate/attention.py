@@ -51,8 +51,7 @@ class PagedAttentionFunction:
         if torch.is_autocast_enabled(query.device.type):
             kind = query.dtype if layer.key_scale is not None else layer.keys.dtype
             with torch.autocast(query.device.type, enabled=False):
-                inputs = (each.to(kind) for each in (query, key, value))
-                return self(module, *inputs, attention_mask, scaling, **options)
+                return self(module, query.to(kind), key.to(kind), value.to(kind), attention_mask, scaling, **options)
         write_pages(
             _rows(key),
             _rows(value),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 from deepspeed.errors import UsageError
 from deepspeed.generate.llm import Completion
@@ -15,6 +13,22 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.parts import Parts
 
 __all__ = ["DeepSpeedHybridEngine"]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _ends_phase(method: F, *, moves: bool = False) -> F:
+    """The method, before which a phase of generation ends; `moves`: graphs would not find the weights again."""
+
+    @functools.wraps(method)
+    def call(self: DeepSpeedHybridEngine, *args: Any, **kwargs: Any) -> Any:
+        self._generation.close_phase()
+        if moves:
+            self._generation.free_cache()
+        return method(self, *args, **kwargs)
+
+    return cast("F", call)
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):
@@ -86,29 +100,10 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         super().train(mode)
         return self
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output, by the weights as they train."""
-        self._generation.close_phase()
-        return super().forward(*inputs, **kwargs)
-
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """As `DeepSpeedEngine.backward`."""
-        self._generation.close_phase()
-        return super().backward(loss, retain_graph, scale_wrt_gas)
-
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """As `DeepSpeedEngine.step`."""
-        self._generation.close_phase()
-        super().step(lr_kwargs)
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """As `DeepSpeedEngine.save_checkpoint`."""
-        self._generation.close_phase()
-        return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+    forward = _ends_phase(DeepSpeedEngine.forward)
+    backward = _ends_phase(DeepSpeedEngine.backward)
+    step = _ends_phase(DeepSpeedEngine.step)
+    save_checkpoint = _ends_phase(DeepSpeedEngine.save_checkpoint)
+    load_checkpoint = _ends_phase(DeepSpeedEngine.load_checkpoint)
+    load_module_state_dict = _ends_phase(DeepSpeedEngine.load_module_state_dict)
+    offload_states = _ends_phase(DeepSpeedEngine.offload_states, moves=True)

@@ -219,8 +219,8 @@ class Generation:
         if int(short) > 0:
             raise UsageError(
                 f"engine.generate() makes {size_text(needed)} of parameters whole, and {size_text(int(short))} of "
-                "memory are missing for that on some rank. Set hybrid_engine.offload_states, or train with "
-                "tensor_parallel.autotp_size so that a rank holds a slice of every layer."
+                "memory are missing for that on some rank. Set hybrid_engine.inference_tp_size, so that a rank "
+                "has a slice of every layer, or hybrid_engine.offload_states."
             )
 
     def close_phase(self) -> None:

@@ -177,10 +177,10 @@ SPLIT: dict[str, dict[str, str]] = {
     ),
     "deepspeed.ops.adam.multi_tensor_apply": {"MultiTensorApply": "deepspeed.published.runtime_names"},
     "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "deepspeed.runtime.base_optimizer:ZeroOptimizer"},
+    "deepspeed.runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced": "deepspeed.comm.coalesced"},
     "deepspeed.runtime.comm.compressed": {"CompressedBackend": "deepspeed.comm.compressed"},
     "deepspeed.runtime.comm.mpi": {"MpiBackend": "deepspeed.comm.compressed:CompressedBackend"},
     "deepspeed.runtime.comm.nccl": {"NcclBackend": "deepspeed.comm.compressed:CompressedBackend"},
-    "deepspeed.runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced": "deepspeed.comm.coalesced"},
     "deepspeed.runtime.config": {
         **names_at(
             "deepspeed.published.constants",

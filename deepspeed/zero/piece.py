@@ -66,9 +66,7 @@ class StatePiece:
     @property
     def separate(self) -> bool:
         """True if the master is a copy, in another dtype or another tier."""
-        if self.away or (self.master.dtype, self.master.device) != (self.source.dtype, self.source.device):
-            return True
-        return self.master.data_ptr() != self.source.data_ptr()  # the parameter was given the master's dtype since
+        return self.arena is not None or self.master.data_ptr() != self.source.data_ptr()
 
     def leave(self, arena: OffloadedTile, master: Tensor, home: Tensor) -> None:
         """Live in another tier: `master`, shaped like the old one and filled, and `home` for the gradient."""
@@ -159,27 +157,30 @@ def hand_over(pieces: Sequence[StatePiece], lines: dict[Hashable, Tensor], *, na
     `narrow`, those of another dtype stay where they are.
     """
     for piece in pieces:
-        if piece.gradient is None and piece.home is not None and not piece.away:
+        if piece.home is not None and piece.gradient is None and piece.arena is None:
             piece.home.zero_()  # the gradient of an earlier step
     for piece in pieces:
-        if piece.away:
-            if piece.gradient is not None:  # where it lies is where it is used
+        grad, master = piece.gradient, piece.master
+        if piece.arena is not None:
+            if grad is not None:  # where it lies is where it is used
                 lines[id(piece)] = piece.measured()
             continue
-        grad, piece.gradient = piece.gradient, None
-        piece.master.grad = None
+        piece.gradient = master.grad = None
         if grad is None:
             continue
-        stays = narrow and grad.dtype != piece.master.dtype
-        storage, wanted = grad.untyped_storage(), grad.dtype if stays else piece.master.dtype
+        wanted = master.dtype
+        stays = narrow and grad.dtype != wanted
+        if stays:
+            wanted = grad.dtype
+            piece.gradient = grad
+        storage = grad.untyped_storage()
         key = (storage.data_ptr(), wanted)
         line = lines.get(key)
         if line is None:
             line = lines[key] = grad.new_empty(0).set_(storage).to(wanted)
         if stays:
-            piece.gradient = grad
             continue
         if grad.dtype != wanted:
             at = int(grad.storage_offset())
             grad = line[at : at + grad.numel()]
-        piece.master.grad = grad if grad.shape == piece.master.shape else grad.view(piece.master.shape)
+        master.grad = grad if grad.dim() == master.dim() else grad.view(master.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -179,21 +180,17 @@ def split_kv(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     return kv_cache[:, :, 0], kv_cache[:, :, 1]
 
 
+@dataclass
 class BaseSequenceDescriptor:
     """What a batch must know of a sequence."""
 
-    seen_tokens: int
-    cur_allocated_blocks: int
-    kv_blocks_ptr: int
+    seen_tokens: int = 0
+    cur_allocated_blocks: int = 0
+    kv_blocks_ptr: int = 0
 
 
 class PlaceholderSequenceDescriptor(BaseSequenceDescriptor):
     """A sequence that is not there yet."""
-
-    def __init__(self, seen_tokens: int = 0, cur_allocated_blocks: int = 0, kv_blocks_ptr: int = 0) -> None:
-        self.seen_tokens = seen_tokens
-        self.cur_allocated_blocks = cur_allocated_blocks
-        self.kv_blocks_ptr = kv_blocks_ptr
 
 
 class DSSequenceDescriptor(BaseSequenceDescriptor):

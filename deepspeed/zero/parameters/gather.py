@@ -102,7 +102,8 @@ class Cut(NamedTuple):
     @property
     def rows(self) -> Tensor:
         """The memory of the whole parameter, a row for each rank's part."""
-        return self.shard.flat.view(self.axis.size, -1)
+        shard = self.shard
+        return shard.rows if self.axis is shard.axis else shard.flat.view(self.axis.size, -1)
 
 
 def _by_chunk(shard: Shard) -> Cut:
@@ -125,8 +126,9 @@ class PlainGather:
             if self.by_all_reduce:
                 shard.pending = _by_all_reduce(cut)
             else:
-                kinds.setdefault((shard.dtype, cut.axis.group), []).append(cut)
-        for (_, group), alike in kinds.items():
+                kinds.setdefault((shard.dtype, cut.axis), []).append(cut)
+        for (_, axis), alike in kinds.items():
+            group = axis.group
             backend = _backend(group)
             limit = 1 << 60 if backend in BATCHING else _WORTH_PACKING.get(backend, _WORTH_PACKING["others"])
             together = [] if self.one_by_one else [cut for cut in alike if cut.sent.nbytes < limit]
@@ -137,7 +139,7 @@ class PlainGather:
             else:
                 _packed(together, group)
             known = {id(cut.shard) for cut in together}
-            for cut in alike:
+            for cut in alike if len(known) < len(alike) else ():
                 if id(cut.shard) not in known:
                     _single(cut, group)
 

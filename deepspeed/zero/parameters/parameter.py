@@ -25,6 +25,8 @@ from deepspeed.zero.parameters.shard import Shard, ZeroParamType, shards_of
 
 _CLIPPING = clip_grad.__file__
 _GRAD: Any = torch.Tensor.grad
+set_plain_grad = _GRAD.__set__
+"""As an assignment to the gradient, without the property of `_TakenGradient`."""
 
 
 def plain_grad(param: Tensor) -> Tensor | None:
@@ -176,7 +178,7 @@ class _TakenGradient:
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        _GRAD.__set__(self, value)
+        set_plain_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:

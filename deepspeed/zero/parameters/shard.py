@@ -240,9 +240,8 @@ class Shard:
     @property
     def edited(self) -> bool:
         """True if the whole parameter was written since its values were last known."""
-        if not self.whole:
-            return False
-        return writes(self.param) != self.version or self.param.data_ptr() != self.full.data_ptr()
+        param = self.param
+        return self.whole and (writes(param) != self.version or param.data_ptr() != self.full.data_ptr())
 
     def mark(self) -> None:
         """The values of the whole parameter are known."""

@@ -21,7 +21,7 @@ from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.coded import CodedBlockGather
 from deepspeed.zero.parameters.data import plain_data, reclaim, show
 from deepspeed.zero.parameters.gather import BlockGather, FlatBlocks, GatherFor
-from deepspeed.zero.parameters.parameter import ResidentParameter, plain_grad, watch
+from deepspeed.zero.parameters.parameter import ResidentParameter, plain_grad, set_plain_grad, watch
 from deepspeed.zero.parameters.shard import Shard, shard_of, used_while_empty
 from deepspeed.zero.piece import StatePiece, as_wide, hand_over, is_moment
 from deepspeed.zero.placement import Placement
@@ -484,13 +484,14 @@ class StripedGroup(ShardGroup):
         self._arrived = arrived
         self.shards = [_need(name, shard_of(param)) for name, param in members]
         self.layout = StripedLayout(tuple(shard.numel for shard in self.shards), self.axis.size)
-        self._piece_of: dict[int, StatePiece] = {}
+        self._held: list[tuple[Shard, StatePiece | None]] = []
         for shard, name in zip(self.shards, self.names, strict=True):
+            piece = None
             if shard.local.numel():
                 piece = StatePiece(name, shard.param, shard.shape, shard.interval, shard.local)
                 piece.version = shard.edits, 0
                 self.pieces.append(piece)
-                self._piece_of[id(shard)] = piece
+            self._held.append((shard, piece))
         lasting = {id(shard.param) for shard in self.shards if shard.persistent}
         # The states of what stays whole on the device stay there, too: it is small, and all ranks meet for it.
         move_out([piece for piece in self.pieces if id(piece.param) in lasting], replace(dtypes, tiers=AT_HOME))
@@ -498,11 +499,10 @@ class StripedGroup(ShardGroup):
 
     def adopt_edits(self) -> None:
         """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
-        for shard in self.shards:
+        for shard, piece in self._held:
             if shard.persistent and shard.edited:
                 shard.store()
-            piece = self._piece_of.get(id(shard))
-            if piece is not None and (shard.edits, 0) != piece.version:
+            if piece is not None and shard.edits != piece.version[0]:
                 piece.adopt()
                 piece.version = shard.edits, 0
 
@@ -523,8 +523,7 @@ class StripedGroup(ShardGroup):
     @torch.no_grad()
     def publish_one(self, place: int) -> None:
         """Bring the master of the parameter at that place into the model; one that is whole now is gathered again."""
-        shard = self.shards[place]
-        piece = self._piece_of.get(id(shard))
+        shard, piece = self._held[place]
         if piece is not None and piece.separate:
             piece.source.copy_(piece.master)
         if shard.near is not None:
@@ -558,11 +557,11 @@ class StripedGroup(ShardGroup):
                 place,
                 reduction_of,
                 partial(_take, shard),
-                self._piece_of.get(id(shard)),
+                piece,
                 chunk=shard.chunk,
                 rows=shard.shape[0] if shard.shape else 0,
             )
-            for place, shard in enumerate(self.shards)
+            for place, (shard, piece) in enumerate(self._held)
         ]
 
 
@@ -583,13 +582,12 @@ def _take(shard: Shard) -> Tensor | None:
     """The whole gradient of a parameter, wherever it waits; it is forgotten there."""
     waiting, shard.gradient = shard.gradient, None
     grad = plain_grad(shard.param)
-    if grad is not None:
-        shard.param.grad = None
-    if grad is not None and grad.numel() != shard.numel:
+    if grad is None:
+        return waiting
+    set_plain_grad(shard.param, None)
+    if grad.numel() != shard.numel:
         raise UsageError(used_while_empty(shard.name))
-    if waiting is not None and grad is not None:
-        return waiting.add_(grad)
-    return waiting if grad is None else grad
+    return grad if waiting is None else waiting.add_(grad)
 
 
 def take_gradient(param: nn.Parameter) -> Tensor | None:

@@ -175,25 +175,27 @@ def test_random_schedules(turns: int) -> None:
     model = tiny()
     with LLM(model, small_cache()) as roomy:
         prompts = prompts_of(*range(1, 21))
-        expected = roomy.generate(prompts, SamplingParams(max_tokens=12, seed=3), progress=False)
+        prompts[10:15] = [prompts[9] + prompt[:6] for prompt in prompts[10:15]]  # a prefix that is shared
+        pairs = roomy.generate(prompts, SamplingParams(max_tokens=12, seed=3, n=2), progress=False)
+        expected = {(at // 2, each.index): each.token_ids for at, each in enumerate(pairs)}
     chosen = random.Random(0)
     with LLM(model, small_cache(blocks=12, host_cache=20_000)) as llm:
         for turn in range(turns):
             llm._parts.loop._depth = turn % 2
             waiting = chosen.sample(range(20), chosen.randint(1, 6))
             uids: dict[int, int] = {}
-            found: dict[int, list[int]] = {}
+            found: dict[tuple[int, int], list[int]] = {}
             while waiting or llm.busy:
                 if waiting and chosen.random() < 0.6:
                     number = waiting.pop()
-                    params = SamplingParams(max_tokens=chosen.randint(1, 12), seed=3)
+                    params = SamplingParams(max_tokens=chosen.randint(1, 12), seed=3, n=chosen.randint(1, 2))
                     uids[llm.submit(prompts[number], params, priority=chosen.randint(0, 2))] = number
                 if uids and chosen.random() < 0.05:
                     llm.cancel(chosen.choice(list(uids)))
                 for token in llm.step():
-                    found.setdefault(token.uid, []).append(token.id)
-            for uid, tokens in found.items():
-                assert tokens == expected[uids[uid]].token_ids[: len(tokens)]
+                    found.setdefault((token.uid, token.index), []).append(token.id)
+            for (uid, index), tokens in found.items():
+                assert tokens == expected[uids[uid], index][: len(tokens)]
         stats = llm.stats()
     assert stats["preemptions"] > 0
     assert stats["free_blocks"] == stats["total_blocks"]

@@ -165,7 +165,7 @@ def _packed_row(
     line = tl.minimum(out, outs - 1)
     w_ptr = w_ptr.to(tl.pointer_type(tl.int32 if KIND == 4 else tl.int64 if KIND == 8 else tl.uint8))
     total = row_sum(
-        x_ptr, w_ptr, scales_ptr, zeros_ptr, line, inner, w_row, groups, per_group, KIND, True, ZEROS, WHOLE, OUT, UNITS
+        x_ptr, w_ptr, scales_ptr, zeros_ptr, line, inner, w_row, groups, per_group, KIND, ZEROS, WHOLE, OUT, UNITS
     )
     if BIAS:
         total += tl.load(bias_ptr + line).to(tl.float32)
@@ -175,8 +175,9 @@ def _packed_row(
 def multiply_row(x: Tensor, packed: PackedWeight, bias: Tensor | None, tile: RowTile | None = None) -> Tensor:
     """[1, out]: x [1, in] times the transpose of a weight packed in 4 or 8 bits."""
     kind = _MODES[packed.mode]
-    tile = tile or (RowTile(8, 16, 2) if kind == 4 else RowTile())
     inner, outs, x = x.shape[1], packed.shape[0], x.contiguous()
+    usual = {1: RowTile(16, 8), 4: RowTile(16, 16), 8: RowTile(16, 8) if outs > 8192 else RowTile(8, 16)}
+    tile = tile or usual[kind]
     found = torch.empty(1, outs, dtype=x.dtype, device=x.device)
     launch(
         _packed_row, (cdiv(outs, tile.out),),
@@ -198,7 +199,7 @@ def multiply(
     if rows == 1 and packed.mode != "wf6af16" and not isinstance(tile, Tile) and x_scale is None:
         return multiply_row(x, packed, bias, tile)
     assert not isinstance(tile, RowTile), "it is for one row"
-    tile = tile or Tile()
+    tile = tile or Tile(stages=4 if x_scale is None else 6)
     x = x if x.stride(1) == 1 and x.stride(0) % 16 == 0 else x.contiguous()
     outs = packed.shape[0]
     found = torch.empty(rows, outs, dtype=dtype or x.dtype, device=x.device)

@@ -15,8 +15,8 @@ LESS = tl.constexpr(2.0**50)
 class RowTile(NamedTuple):
     """The shape of a program for one row: rows of the weight, units of a step, warps."""
 
-    out: int = 8
-    units: int = 8
+    out: int
+    units: int
     warps: int = 4
 
 
@@ -32,12 +32,12 @@ def _x(x_ptr, at, inner, WHOLE: tl.constexpr):
 @triton.jit
 def row_sum(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, line, inner, w_row, groups, per_group,
-    KIND: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr,
     OUT: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     """[OUT] float32: x times these lines of a weight, UNITS units of 128 columns in a step; WHOLE if all are full.
 
-    A KIND of 4 is of numbers in words, 8 of bytes, 1 of e4m3, 16 of numbers of 16 bits.
+    A KIND of 4 is of numbers in words, 8 of bytes, 1 of e4m3.
     """
     LANES: tl.constexpr = 4 if KIND == 4 else 16
     EACH: tl.constexpr = 4 if KIND == 4 else 8
@@ -55,7 +55,7 @@ def row_sum(
             w = tl.load(w_ptr + place + first * STEP, eviction_policy="evict_first")
         else:
             inside = (unit + first < units)[:, None, None]
-            if KIND == 1 or KIND == 16:  # others are padded to whole units
+            if KIND == 1:  # others are padded to whole units
                 inside = inside & (first * 128 + column < inner)
             w = tl.load(w_ptr + place + first * STEP, mask=inside[None], other=0, eviction_policy="evict_first")
         at = first * 128 + column
@@ -75,13 +75,11 @@ def row_sum(
             found, sum = half.to(tl.float32, bitcast=True) * (x * less[None, None, :])[None], x
         else:
             x = _x(x_ptr, at, inner, WHOLE)
-            found, sum = (w.to(tl.float8e4nv, bitcast=True) if KIND == 1 else w).to(tl.float32) * x[None], x
+            found, sum = w.to(tl.float8e4nv, bitcast=True).to(tl.float32) * x[None], x
         found = tl.sum(found, 3)
-        if SCALED:
-            which = group + tl.minimum((first + unit) // per_group, groups - 1)[None, :, None]
-            if KIND == 4 or KIND == 8:
-                zero = tl.load(zeros_ptr + which).to(tl.float32) if ZEROS else 1 << (KIND - 1)
-                found -= (tl.sum(sum, 2) * 2.0**-149)[None] * zero
-            found *= tl.load(scales_ptr + which).to(tl.float32)
-        total += found
-    return tl.sum(tl.sum(total, 2), 1) * (LESS if KIND == 4 or KIND == 8 else 1.0)
+        which = group + tl.minimum((first + unit) // per_group, groups - 1)[None, :, None]
+        if KIND != 1:
+            zero = tl.load(zeros_ptr + which).to(tl.float32) if ZEROS else 1 << (KIND - 1)
+            found -= (tl.sum(sum, 2) * 2.0**-149)[None] * zero
+        total += found * tl.load(scales_ptr + which).to(tl.float32)
+    return tl.sum(tl.sum(total, 2), 1) * (1.0 if KIND == 1 else LESS)
