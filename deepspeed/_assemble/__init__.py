@@ -11,11 +11,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from deepspeed import comm
 from deepspeed._assemble.observers import watch, watch_hangs
 from deepspeed.checkpoint.pretrained import fill, take_place
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.features import unused_by_model
+from deepspeed.data.loader import CurriculumDataLoader
 from deepspeed.data.pacing import pacing_of
+from deepspeed.data.sampler import DeepSpeedDataSampler
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
@@ -41,6 +44,7 @@ from deepspeed.runtime.step.choose import (
     choose_optimizer,
     choose_scheduler,
     returned_optimizer,
+    schedule_by_tokens,
     warn_without_optimizer,
 )
 from deepspeed.runtime.step.in_backward import update_in_backward
@@ -118,7 +122,7 @@ class _Assembly:
             self.schema.scheduler, self.request.lr_scheduler, self.request.optimizer, self.optimizer
         )
         self._add_data(parts)
-        parts.pacing = pacing_of(self.schema, self.module, self.kind.blocks, whole=self.kind.whole, stack=self.stack)
+        self._add_pacing(parts)
         watch(parts, self.stack)
         return DeepSpeedHybridEngine(parts) if self.schema.hybrid_engine.enabled else self.kind.engine(parts)
 
@@ -321,9 +325,30 @@ class _Assembly:
         )
         parts.optimizer = returned_optimizer(parts, basic, parts.stepper, owner, self.stack)
 
+    def _add_pacing(self, parts: Parts) -> None:
+        """What changes with the step, and a learning rate by the tokens that layers saw."""
+        batch = self.config.batch
+        parts.pacing = pacing_of(
+            self.schema,
+            self.module,
+            self.kind.blocks,
+            whole=self.kind.whole,
+            rank=self.layout.data.rank,
+            samples=1 if batch is None else batch.train,
+            stack=self.stack,
+        )
+        routing = self.schema.data_efficiency.random_ltd
+        if routing is not None and routing.layer_token_lr_schedule.enabled and parts.pacing is not None:
+            parts.lr_scheduler = schedule_by_tokens(
+                routing.layer_token_lr_schedule, parts.lr_scheduler, self.optimizer, parts.pacing.tokens
+            )
+
     def _add_data(self, parts: Parts) -> None:
         data, states = self.request.training_data, self.held.states
         if data is None:
+            return
+        if self.schema.data_efficiency.curriculum is not None:
+            parts.training_dataloader = self._by_difficulty(data)
             return
         loader = parts.training_dataloader = parts.make_loader(
             data,
@@ -333,3 +358,19 @@ class _Assembly:
         )
         if states is not None and states.deferral is not None and hasattr(data, "__len__"):
             states.deferral.schedule.know_epoch(len(loader) // parts.accumulation.steps)
+
+    def _by_difficulty(self, data: Any) -> CurriculumDataLoader:
+        """The loader of `data_efficiency.data_sampling.curriculum_learning`."""
+        section, batch, ranks = self.schema.data_efficiency, self.config.batch, self.layout.data
+        assert batch is not None, "a config that is not partial has its batch sizes"
+        sampler = DeepSpeedDataSampler(
+            section, len(data), batch.micro, ranks.rank, ranks.size, ranks.group, batch.steps, comm.get_rank()
+        )
+        metrics = section.data_sampling.curriculum_learning.curriculum_metrics
+        return CurriculumDataLoader(
+            data,
+            sampler,
+            workers=section.data_sampling.num_workers,
+            collate_fn=self.request.collate_fn,
+            cuts=tuple(name for name, each in metrics.items() if each.cut_batches),
+        )

@@ -13,6 +13,7 @@ from torch import nn
 from deepspeed.config.schema import Schema
 from deepspeed.data.curriculum import CurriculumScheduler, cut_to_length
 from deepspeed.data.layer_drop import BlockDrop, ProgressiveLayerDrop
+from deepspeed.data.random_ltd import RandomLTDScheduler, join_layers
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 
 __all__ = ["NumberedBlocks", "Pacing", "pacing_of", "set_custom_schedules"]
@@ -37,8 +38,9 @@ class Pacing:
     """The forward gets `curriculum_seqlen`."""
     layer_drop: ProgressiveLayerDrop | None = None
     block_drop: BlockDrop | None = None
-    tokens: Any = None
-    """The RandomLTDScheduler."""
+    tokens: RandomLTDScheduler | None = None
+    rank: int = 0
+    """This rank among those that have other samples."""
     _length: int | None = field(default=None, init=False)
 
     def enter(self, step: int, micro_step: int) -> bool:
@@ -47,6 +49,9 @@ class Pacing:
             self.layer_drop.update_state(step)
             if self.block_drop is not None:
                 self.block_drop.choose(self.layer_drop.get_theta(), micro_step)
+        if self.tokens is not None:
+            self.tokens.update_seq(step)
+            self.tokens.draw = (micro_step, self.rank)
         before = self._length
         if self.curriculum is not None:
             self._length = self.curriculum.update_difficulty(step + 1)
@@ -77,10 +82,23 @@ class Pacing:
 
 
 def pacing_of(
-    schema: Schema, module: nn.Module, blocks: Callable[[], NumberedBlocks], *, whole: bool, stack: ExitStack
+    schema: Schema,
+    module: nn.Module,
+    blocks: Callable[[], NumberedBlocks],
+    *,
+    whole: bool,
+    rank: int,
+    samples: int,
+    stack: ExitStack,
 ) -> Pacing | None:
-    """What the config asks for; None where nothing changes with the step. `whole`: the module is no pipeline."""
-    found = Pacing()
+    """What the config asks for; None where nothing changes with the step. `whole`: the module is no pipeline.
+
+    `rank` is this rank's number among those with other samples, and `samples` the size of a batch of all of them.
+    """
+    found = Pacing(rank=rank)
+    routing = schema.data_efficiency.random_ltd
+    if routing is not None:
+        found.tokens = join_layers(module, routing, samples)
     legacy, drop = schema.curriculum_learning, schema.progressive_layer_drop
     if legacy.enabled:
         found.curriculum, found.cuts = CurriculumScheduler(legacy), legacy.cut_batches
@@ -101,7 +119,7 @@ def pacing_of(
             )
         else:
             _require_arguments(module, ("progressive_layer_drop", "pld_theta"), "progressive_layer_drop.drop_blocks")
-    return found if legacy.enabled or drop.enabled else None
+    return found if legacy.enabled or drop.enabled or routing is not None else None
 
 
 def set_custom_schedules(schedules: Mapping[str, Callable[[int], int]], pacing: Pacing | None, loader: Any) -> None:

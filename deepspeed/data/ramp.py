@@ -29,7 +29,7 @@ class Ramp:
 
         def value(step: int) -> int:
             reached = math.floor((float(step) / steps) ** (1.0 / degree) * (high - low) + low)
-            return min(max(reached - reached % quantum, first), high)
+            return int(min(max(reached - reached % quantum, first), high))
 
         return cls(value)
 

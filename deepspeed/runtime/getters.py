@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from deepspeed import comm
+from deepspeed.data.random_ltd import join_layers
 
 # the names of keys, which are those of methods
 _OF_CONFIG = """
@@ -82,6 +83,7 @@ _DERIVED: dict[str, Callable[[Any], Any]] = {
     "curriculum_learning_enabled": lambda engine: engine._config.schema.data_efficiency.curriculum is not None,
     "data_sampling_enabled": lambda engine: bool(engine._config.schema.data_efficiency.sampling),
     "get_pld_theta": lambda engine: getattr(_paced(engine, "layer_drop"), "current_theta", None),
+    "random_ltd_initialize": lambda engine: _join_again(engine),
     "random_ltd_enabled": lambda engine: engine._config.schema.data_efficiency.random_ltd is not None,
     "data_efficiency_enabled": lambda engine: bool(engine._config.schema.data_efficiency.techniques),
     "dynamic_loss_scale": lambda engine: engine._parts.scale.dynamic,
@@ -100,6 +102,13 @@ _DERIVED: dict[str, Callable[[Any], Any]] = {
     "zero_optimization_partition_gradients": lambda engine: engine._config.schema.zero_optimization.shards_gradients,
     "zero_optimization_partition_weights": lambda engine: engine._config.schema.zero_optimization.shards_parameters,
 }
+
+
+def _join_again(engine: Any) -> None:
+    """Join layers that were converted after `initialize`."""
+    routing, pacing = engine._config.schema.data_efficiency.random_ltd, engine._parts.pacing
+    if routing is not None and pacing is not None:
+        pacing.tokens = join_layers(engine.module, routing, engine.train_batch_size())
 
 
 def _paced(engine: Any, name: str) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -251,6 +251,17 @@ class WarmupDecayLR(WarmupLR):
         if self.last_batch_iteration < self.warmup_num_steps:
             return super()._share()
         return linear_decay(self.last_batch_iteration, self.warmup_num_steps, self.total_num_steps)
+
+
+class LayerTokenLR(WarmupDecayLR):
+    """WarmupDecayLR from 0 to the optimizer's rate and back, whose clock are the layer tokens that were consumed."""
+
+    def __init__(self, optimizer: Any, total: int, warmup: int, kind: str, consumed: Callable[[], int]) -> None:
+        self._consumed = consumed
+        super().__init__(optimizer, total, 0.0, None, max(warmup, 1), kind)
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        super().step(self._consumed() if last_batch_iteration is None else last_batch_iteration)
 
 
 class WarmupCosineLR(LRSchedule):

@@ -11,7 +11,6 @@ FEATURES = {
     "ZeRO++": "hpZ, quantised communication",
     "autotuning": "the search for a config",
     "compression": "quantisation, pruning and distillation during training",
-    "data efficiency": "curriculum learning, random layer token drop, progressive layer drop, variable batches",
     "hybrid engine": "helpers of its graphs",
     "kernels": "Evoformer attention, floating point quantisation",
     "inference": "the config of a layer of DeepSpeed's injected kernels",

@@ -35,7 +35,7 @@ BUILDERS: dict[str, tuple[str, str]] = {
     "QuantizerBuilder": ("quantizer", "ZeRO++"),
     "RaggedOpsBuilder": ("ragged_device_ops", "deepspeed.ops.generate.attention"),
     "RaggedUtilsBuilder": ("ragged_ops", "deepspeed.ops.generate.pages"),
-    "RandomLTDBuilder": ("random_ltd", "data efficiency"),
+    "RandomLTDBuilder": ("random_ltd", "deepspeed.ops.random_ltd"),
     "SparseAttnBuilder": ("sparse_attn", "sparse attention"),
     "SpatialInferenceBuilder": ("spatial_inference", "kernels"),
 }

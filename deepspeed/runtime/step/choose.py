@@ -11,13 +11,15 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from deepspeed.config.data import LayerTokenLRConfig
 from deepspeed.config.optimizer import SchedulerConfig
 from deepspeed.config.schema import Schema
+from deepspeed.data.random_ltd import RandomLTDScheduler
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import log_dist
 from deepspeed.ops.muon import tag_attention_heads
 from deepspeed.runtime.base_optimizer import MixedPrecisionOptimizer, ZeroOptimizer
-from deepspeed.runtime.lr_schedules import build_scheduler
+from deepspeed.runtime.lr_schedules import LayerTokenLR, build_scheduler
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.place_module import spread
 from deepspeed.runtime.step.optimizers import build_optimizer
@@ -184,3 +186,17 @@ def _extend(parts: Parts, owner: StateOwner, params: list[nn.Parameter]) -> None
     spread(named, parts.lies_on)
     attach(params, owner)
     parts.sharded.extend(named)
+
+
+def schedule_by_tokens(
+    section: LayerTokenLRConfig, given: Any, optimizer: Optimizer | None, tokens: RandomLTDScheduler | None
+) -> Any:
+    """The schedule of `layer_token_lr_schedule`, in place of which there may be no other."""
+    path = "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule.enabled"
+    if given is not None or optimizer is None or tokens is None:
+        found = "there is no optimizer" if given is None else f"{type(given).__name__} sets the learning rate, too"
+        raise DeepSpeedConfigError(f"{path} is true, and {found}; set it to false, or change the other", path=path)
+    total = section.total_layer_tokens or 1
+    return LayerTokenLR(
+        optimizer, total, section.warmup_layer_tokens, section.warmup_type, lambda: tokens.consumed_layer_tokens
+    )

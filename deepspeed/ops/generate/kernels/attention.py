@@ -150,6 +150,18 @@ def _finish(
 
 
 @triton.jit
+def _clear_padding(
+    out_ptr, end, tokens, tile, query, head, heads, value_width, QUERIES: tl.constexpr, VALUE_WIDTH: tl.constexpr
+):  # fmt: skip
+    """Write zeros to rows of padding, of which each has a program with its number."""
+    token, along = tile * QUERIES + query, tl.arange(0, VALUE_WIDTH)[None, :]
+    padding = (query < QUERIES) & (token >= end) & (token < tokens)
+    place = out_ptr + (token.to(tl.int64) * heads + head)[:, None] * value_width + along
+    nothing = tl.full(place.shape, 0.0, out_ptr.dtype.element_ty)
+    tl.store(place, nothing, mask=padding[:, None] & (along < value_width))
+
+
+@triton.jit
 def _attend(
     q_ptr, key_ptr, value_ptr, table_ptr, starts_ptr, lengths_ptr, sinks_ptr, alibi_ptr, key_scale_ptr, value_scale_ptr,
     out_ptr, part_ptr, sums_ptr, tokens, sequences, scale, soft_cap, window, splits, width, value_width, stride,
@@ -163,13 +175,9 @@ def _attend(
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, row = GROUP * tl.num_programs(1), tl.arange(0, ROWS)
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
-    if not SPLIT:  # rows of padding, of which each has a program with its number
-        token, along = tile * QUERIES + query, tl.arange(0, VALUE_WIDTH)[None, :]
-        padding = (query < QUERIES) & (token >= tl.load(starts_ptr + sequences)) & (token < tokens)
-        place = out_ptr + (token.to(tl.int64) * heads + head)[:, None] * value_width + along
-        tl.store(
-            place, tl.zeros((ROWS, VALUE_WIDTH), q_ptr.dtype.element_ty), mask=padding[:, None] & (along < value_width)
-        )
+    if not SPLIT:
+        _clear_padding(out_ptr, tl.load(starts_ptr + sequences), tokens, tile, query, head, heads, value_width, QUERIES,
+                       VALUE_WIDTH)  # fmt: skip
     s = tile if SINGLE else _sequence(starts_ptr, tile, sequences, QUERIES)
     if s >= sequences:
         return
