@@ -457,8 +457,8 @@ def default_workers(streams: bool = False) -> int:
 def _check(batch_size: Any, config: Mapping[str, Any] | None) -> None:
     if config:
         raise FeatureUnavailable(
-            f"deepspeed_dataloader_config has {', '.join(sorted(config))}, which this loader does not read. Pass nothing "
-            "there: training_data of deepspeed.initialize is sampled as data_efficiency says",
+            f"deepspeed_dataloader_config has {', '.join(sorted(config))}, which this loader does not read. Pass "
+            "nothing there: training_data of deepspeed.initialize is sampled as data_efficiency says",
             path="data_efficiency",
         )
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
