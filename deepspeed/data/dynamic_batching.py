@@ -383,7 +383,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
                 path=f"{_SECTION}.metrics_path",
             )
         metric = MMapIndexedDataset(str(Path(section.metrics_path, "seqlen", "seqlen_sample_to_metric")))
-        lengths = [int(each[0]) for each in metric]
+        lengths = [int(metric[number][0]) for number in range(len(metric))]
     layout = engine._parts.layout
     staged = not engine._parts.kind.whole
     return get_dataloader_and_lr_scheduler_for_variable_batch_size(
