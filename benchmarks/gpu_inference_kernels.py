@@ -136,7 +136,7 @@ def product_cases() -> Iterator[Case]:
     from deepspeed.ops.generate.streaming import streamed_gated_reference, streamed_linear_reference
 
     tiles = tuple(
-        streaming.Tile(*each) for each in itertools.product((64, 128), (64, 128, 256), (3, 5), (4,))
+        streaming.ProductTile(*each) for each in itertools.product((64, 128), (64, 128, 256), (3, 5), (4,))
     )  # fmt: skip
     layers = {
         "q,k,v": (HIDDEN, (4096, 1024, 1024)),
@@ -177,11 +177,11 @@ def packed_cases() -> Iterator[Case]:
     """Rows times packed weights."""
     from deepspeed.ops.fp8.quantise import round_rows
     from deepspeed.ops.generate.kernels.packed import multiply
-    from deepspeed.ops.generate.kernels.streaming import Tile
+    from deepspeed.ops.generate.kernels.streaming import ProductTile
     from deepspeed.ops.generate.packed import FEW_ROWS, pack, packed_linear, packed_linear_reference
 
     modes = [("w8a16", True), ("w4a16", True), ("w4a16", False), ("wf6af16", True), ("fp8", True)]
-    tiles = tuple(Tile(*each) for each in itertools.product((64, 128), (128,), (2, 3, 4, 6), (4, 8)))
+    tiles = tuple(ProductTile(*each) for each in itertools.product((64, 128), (128,), (2, 3, 4, 6), (4, 8)))
     for (mode, symmetric), rows, (outs, inner) in itertools.product(
         modes, (1, 32, 768), ((INNER, HIDDEN), (HIDDEN, INNER), (HIDDEN, HIDDEN))
     ):

@@ -50,7 +50,8 @@ __all__ = [
 class InferenceSection(Section):
     """A section of an inference config: its fields can be assigned, and are validated again then."""
 
-    model_config = ConfigDict(frozen=False, validate_assignment=True)
+    model_config = ConfigDict(frozen=False, validate_assignment=True, loc_by_alias=False)
+    usual_by_name = True
 
     moved: ClassVar[Mapping[str, str]] = {}
     """Older keys → the dotted keys that take their place."""

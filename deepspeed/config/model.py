@@ -78,6 +78,9 @@ class ConfigModel(BaseModel):
         protected_namespaces=(),
     )
 
+    usual_by_name: ClassVar[bool] = False
+    """Aliases are older spellings: messages and pages show the names of fields."""
+
     @model_validator(mode="before")
     @classmethod
     def _one_spelling(cls, data: Any) -> Any:

@@ -22,7 +22,7 @@ class Key:
     name: str
     """The model's field."""
     json: str
-    """The usual spelling in JSON: the alias where there is one."""
+    """The usual spelling in JSON: the alias where there is one, unless `usual_by_name`."""
     info: FieldInfo
     section: Model | None
     """The nested model, if the value is an object."""
@@ -44,7 +44,7 @@ def keys_of(model: Model) -> dict[str, Key]:
         section, container = _nested(info.annotation)
         key = Key(
             name=name,
-            json=info.alias or name,
+            json=name if model.usual_by_name else info.alias or name,
             info=info,
             section=section,
             container=container,
@@ -53,7 +53,7 @@ def keys_of(model: Model) -> dict[str, Key]:
             free=section is None and any(m is dict or get_origin(m) is dict for m in members_of(info.annotation)),
         )
         table[name] = key
-        table[key.json] = key
+        table[info.alias or name] = key
     return table
 
 

@@ -159,7 +159,7 @@ class DataAnalyzer:
                 found["samples"] = np.concatenate([np.empty(0, np.int64), *result["samples"]])
             result["folder"].mkdir(parents=True, exist_ok=True)
             with open(result["folder"] / "map.part", "wb") as file:
-                np.savez(file, allow_pickle=False, **{"values": np.empty(0, np.int64), **found})  # type: ignore[arg-type]
+                np.savez(file, allow_pickle=False, **{"values": np.empty(0, np.int64), **found})
             os.replace(result["folder"] / "map.part", result["folder"] / "map.npz")
 
     def run_map_helper(self, thread_id: int) -> None:

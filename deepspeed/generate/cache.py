@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from deepspeed.config.memory import size_text
 from deepspeed.errors import UsageError
 from deepspeed.generate.blocks import CacheGroup
 from deepspeed.ops.generate.pages import copy_blocks
+from deepspeed.parallel.hierarchy import local_ranks
 
 _USUAL = 0.25
 """Length of a usual sequence, as a part of the longest."""
@@ -130,7 +133,7 @@ def _free_bytes(device: torch.device) -> int:
     accelerator = get_accelerator()
     if device.type == "cpu":
         # pages of host memory are touched only when they are used; half of it is what others leave
-        return accelerator.available_memory() // 2
+        return accelerator.available_memory() // (2 * local_ranks())
     accelerator.empty_cache()
     return int(accelerator.available_memory(device.index))
 
@@ -171,7 +174,12 @@ class PagedCache:
             self._host.append(torch.zeros(count, numel, dtype=self.plan.dtype, pin_memory=pinned))
 
     def _empty(self, blocks: int, heads: int, width: int) -> Tensor:
-        return torch.zeros(blocks, self.block_size, heads, width, dtype=self.plan.dtype, device=self.device)
+        shape, dtype = (blocks, self.block_size, heads, width), self.plan.dtype
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        # torch.zeros would write all of it; the system gives these pages when they are used, and they are zeros
+        memory = numpy.zeros(math.prod(shape) * dtype.itemsize, numpy.uint8)
+        return torch.from_numpy(memory).view(dtype).view(shape)
 
     def release(self) -> None:
         """Give all memory back; `allocate` takes it again."""

@@ -234,7 +234,8 @@ def _replace(model: nn.Module, tensors: Mapping[str, Tensor], axis: RankGroup | 
     found = stored_as(model, tensors)
     unknown = sorted(name for name in found if name not in held and name not in packed)
     if unknown:
-        raise UsageError(f"update_weights: the model has no parameter {unknown[0]!r} (nor {len(unknown) - 1} others)")
+        more = f" (nor {len(unknown) - 1} others)" if unknown[1:] else ""
+        raise UsageError(f"update_weights: the model has no parameter {unknown[0]!r}{more}")
     parts: dict[str, Tensor] = {}
     for name, stored in found.items():
         part = stored.whole()

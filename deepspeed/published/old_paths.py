@@ -30,10 +30,10 @@ MOVED: dict[str, str] = {
     "deepspeed.monitor.csv_monitor": "deepspeed.monitor.monitor",
     "deepspeed.monitor.tensorboard": "deepspeed.monitor.monitor",
     "deepspeed.monitor.wandb": "deepspeed.monitor.monitor",
+    "deepspeed.ops.random_ltd.dropping_utils": "deepspeed.ops.random_ltd",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": (
         "deepspeed.runtime.checkpoint_engine.checkpoint_engine"
     ),
-    "deepspeed.ops.random_ltd.dropping_utils": "deepspeed.ops.random_ltd",
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": "deepspeed.data.curriculum",
     "deepspeed.runtime.data_pipeline.data_routing.basic_layer": "deepspeed.data.random_ltd",
     "deepspeed.runtime.data_pipeline.data_routing.helper": "deepspeed.data.random_ltd",
@@ -42,7 +42,6 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": "deepspeed.data.sampler",
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": "deepspeed.data.indexed_dataset",
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": "deepspeed.data.dynamic_batching",
-    "deepspeed.runtime.progressive_layer_drop": "deepspeed.data.layer_drop",
     "deepspeed.runtime.domino.transformer": "deepspeed.tensor_parallel.domino",
     "deepspeed.runtime.fp16.loss_scaler": "deepspeed.precision.loss_scaler",
     "deepspeed.runtime.fp16.onebit": "deepspeed.ops.onebit",
@@ -55,6 +54,7 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.pipe.module": "deepspeed.pipe.module",
     "deepspeed.runtime.pipe.schedule": "deepspeed.pipe.schedule.views",
     "deepspeed.runtime.pipe.topology": "deepspeed.parallel.topology",
+    "deepspeed.runtime.progressive_layer_drop": "deepspeed.data.layer_drop",
     "deepspeed.runtime.rollout.base": "deepspeed.hybrid.rollout",
     "deepspeed.runtime.rollout.hybrid_engine_rollout": "deepspeed.hybrid.rollout",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepspeed.sequence.parallel_state",

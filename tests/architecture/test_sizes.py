@@ -22,6 +22,13 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/comm/collectives.py::reduce_scatter_tensor": "the public signature",
     "deepspeed/comm/collectives.py::scatter": "the public signature",
     "deepspeed/comm/init.py::init_distributed": "the public signature",
+    "deepspeed/data/analyzer.py::__init__": "the public signature",
+    "deepspeed/data/dynamic_batching.py::batch_by_seqlens": "the public signature",
+    "deepspeed/data/dynamic_batching.py::dataloader_for_variable_batch_size": "the public signature",
+    "deepspeed/data/dynamic_batching.py::get_dataloader_and_lr_scheduler_for_variable_batch_size": (
+        "the public signature"
+    ),
+    "deepspeed/data/sampler.py::__init__": "the public signature",
     "deepspeed/moe/routing.py::top1gating": "the public signature",
     "deepspeed/moe/routing.py::topkgating": "the public signature",
     "deepspeed/moe/layer.py::__init__": "the public signature",

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from deepspeed.comm import Pending
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.zero.agreement import STEP, RankAgreement, digest
-from deepspeed.zero.gradients.bucket import Bucket, BucketsInFlight
+from deepspeed.zero.gradients.bucket import Bucket, BucketsInFlight, LateMean, late_packs
 from deepspeed.zero.gradients.bucket_order import pack_buckets
 from deepspeed.zero.gradients.hooks import GradientHooks
 from deepspeed.zero.gradients.interfaces import BucketEntry, GradientConsumer, GradientGroup, ReductionOf
-from deepspeed.zero.gradients.late_means import LateMean, late_packs
 from deepspeed.zero.gradients.replicated import ReplicatedGradients, ReplicatedInFlight
 from deepspeed.zero.parameters.shard import shard_of
 

@@ -72,7 +72,10 @@ def test_what_is_wrong(keys, message):
 
 def test_idle_keys():
     found = idle_keys(v1(dtype="fp16", triton_autotune=True, tp={"tp_grain_size": 32}))
-    assert [line.partition(": no effect: ")[0] for line in found] == ["tp.tp_grain_size", "triton_autotune"]
+    assert [line.partition(": no effect: ")[0] for line in found] == [
+        "tensor_parallel.tp_grain_size",
+        "triton_autotune",
+    ]
     assert idle_keys(v1(triton_autotune=False)) == []
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
+import resource
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,6 +236,18 @@ def test_no_room_for_a_cache() -> None:
     huge = {"state_manager": {"memory_config": {"size": 10**15}}}
     with pytest.raises(UsageError, match=r"there is no room for a cache: .* one block of 32 tokens takes"):
         LLM(tiny(), huge)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_the_default_cache_takes_memory_when_it_is_used() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    with_default = LLM(tiny("llama"))
+    reserved = with_default.stats()["cache_bytes"]
+    assert resident() - before < max(reserved // 4, 64 << 20)
+    with_default.close()
 
 
 def test_models_that_cannot_be_served() -> None:

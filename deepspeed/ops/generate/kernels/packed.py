@@ -8,8 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.ops.generate.kernels.row import RowTile, row_sum
-from deepspeed.ops.generate.kernels.streaming import Tile, arrive, keep, parts_of, processors, put, scratch, together
-from deepspeed.ops.generate.packed import UNIT, PackedWeight
+from deepspeed.ops.generate.kernels.streaming import (
+    ProductTile,
+    arrive,
+    keep,
+    parts_of,
+    processors,
+    put,
+    scratch,
+    together,
+)
+from deepspeed.ops.generate.packed_weight import UNIT, PackedWeight
 from deepspeed.ops.model.kernels.common import after_others, cdiv, next_power, overlaps
 from deepspeed.ops.precompile import launch
 
@@ -191,15 +200,15 @@ def multiply_row(x: Tensor, packed: PackedWeight, bias: Tensor | None, tile: Row
 
 
 def multiply(
-    x: Tensor, packed: PackedWeight, bias: Tensor | None, tile: Tile | RowTile | None = None,
+    x: Tensor, packed: PackedWeight, bias: Tensor | None, tile: ProductTile | RowTile | None = None,
     x_scale: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """[rows, out]: x [rows, in] times the transpose of a packed weight; with `x_scale` x is in 8 bits as well."""
     rows, inner = x.shape
-    if rows == 1 and packed.mode != "wf6af16" and not isinstance(tile, Tile) and x_scale is None:
+    if rows == 1 and packed.mode != "wf6af16" and not isinstance(tile, ProductTile) and x_scale is None:
         return multiply_row(x, packed, bias, tile)
     assert not isinstance(tile, RowTile), "it is for one row"
-    tile = tile or Tile(stages=4 if x_scale is None else 6)
+    tile = tile or ProductTile(stages=4 if x_scale is None else 6)
     x = x if x.stride(1) == 1 and x.stride(0) % 16 == 0 else x.contiguous()
     outs = packed.shape[0]
     found = torch.empty(rows, outs, dtype=dtype or x.dtype, device=x.device)

@@ -22,7 +22,7 @@ from deepspeed.ops.model.kernels.common import KINDS, act, after_others, cdiv, n
 from deepspeed.ops.precompile import launch
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """The shape of a program: rows of the weight, columns of a step, steps under way, warps."""
 
     out: int = 64
@@ -194,17 +194,17 @@ def parts_of(tiles: int, steps: int, units: int) -> tuple[int, int]:
     return found
 
 
-def scratch(tiles: int, parts: int, tile: Tile, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def scratch(tiles: int, parts: int, tile: ProductTile, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """(memory for sums of parts, counters)."""
     count = tiles * parts * tile.out * rows if parts > 1 else 1
     return torch.empty(count, dtype=torch.float32, device=like.device), counters(like.device)
 
 
 def stream(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tile: Tile | None = None
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tile: ProductTile | None = None
 ) -> list[Tensor]:
     """[rows, out] for each of up to three weights [out, in]; x is [rows, in]."""
-    tile = tile or Tile()
+    tile = tile or ProductTile()
     rows, inner = x.shape
     x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     outs = [w.shape[0] for w in weights]
@@ -228,10 +228,10 @@ def stream(
 
 
 def stream_gated(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: str, tile: Tile | None = None
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: str, tile: ProductTile | None = None
 ) -> Tensor:
     """act(x · gateᵀ) · (x · upᵀ) of two weights [out, in] of one shape."""
-    tile = tile or Tile(stages=4 if len(x) <= 16 else 3)
+    tile = tile or ProductTile(stages=4 if len(x) <= 16 else 3)
     rows, inner = x.shape
     x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     outs = weights[0].shape[0]
