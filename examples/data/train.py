@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed
-from deepspeed.data.analyzer import DataAnalyzer
+from deepspeed.data.analyzer import DistributedDataAnalyzer
 
 LENGTH, VOCABULARY = 64, 32
 
@@ -76,17 +76,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="where metrics and clusters go; all ranks see it")
     parser.add_argument("--local_rank", type=int, default=-1)
     args = parser.parse_args()
-    folder = args.folder or Path(tempfile.mkdtemp())
     deepspeed.init_distributed()
-    DataAnalyzer(
+    place = [args.folder or Path(tempfile.mkdtemp())]
+    deepspeed.comm.broadcast_object_list(place, src=0)
+    folder = place[0]
+    DistributedDataAnalyzer(
         Texts(),
         batch_size=100,
         metric_names=["seqlen"],
         metric_functions=[lambda batch: batch.count_nonzero(dim=1)],
         metric_types=["single_value_per_sample"],
         save_path=str(folder),
-        worker_id=deepspeed.comm.get_rank(),
-        num_workers=deepspeed.comm.get_world_size(),
     ).run_map_reduce()
     torch.manual_seed(0)
     engine, _, loader, _ = deepspeed.initialize(model=SmallGPT(), training_data=Texts(), config=config(folder))

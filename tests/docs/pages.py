@@ -3,6 +3,7 @@
 A comment right before a block says how it is tried, if not as its language is:
 
     <!-- tried: on 32 pretended ranks -->
+    <!-- tried: tests/clients/test_openai_client.py -->
     <!-- not tried: it installs packages -->
 """
 

@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.run import main as torchrun
 
 from benchmarks.cases import discover
 from deepspeed.bench import ds_bench
 from deepspeed.config.__main__ import main as look_at_config
+from deepspeed.data.__main__ import main as look_at_data
+from deepspeed.data.indexed_dataset import make_builder
 from deepspeed.inference.server import cli as serve_cli
 from deepspeed.io import ds_io, ds_nvme_tune
 from deepspeed.io.ds_nvme_tune import SWEEP
@@ -35,6 +38,7 @@ COMMANDS = all_commands()
 # What makes an example end soon; one without an entry here has a test of its own that runs it.
 SHORT = {
     "examples/collectives.py": [],
+    "examples/data/train.py": ["--steps", "2"],
     "examples/fast/train.py": ["--steps", "3", "--width", "16"],
     "examples/finetune/plain.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/rlhf/train.py": ["--steps", "2"],
@@ -87,7 +91,13 @@ BENCHMARKS = [command for command in TOOLS if runs(command).startswith(("benchma
 def test_every_command_is_tried_by_one_of_these():
     tried = {*of("make"), *of("ds_report"), *of("deepspeed.config"), *of("deepspeed", "train.py"), *of("pytest")}
     tried |= {*of("ds_io", "ds_nvme_tune", "ds_bench", "deepspeed.preflight", "deepspeed.pipe.schedule")}
-    tried |= {*of("pip", "ds_serve"), *of("accelerate"), *of("torchrun"), *of("deepspeed.moe.show"), *BENCHMARKS}
+    tried |= {
+        *of("pip", "ds_serve"),
+        *of("accelerate"),
+        *of("torchrun"),
+        *of("deepspeed.moe.show", "deepspeed.data"),
+        *BENCHMARKS,
+    }
     tried |= {*of("deepspeed.checkpoint", "deepspeed.checkpoint.ds_to_universal", "out/zero_to_fp32.py")}
     assert [str(command) for command in TOOLS if command not in tried] == []
     assert [str(command) for command in EXAMPLES if example_of(command) not in {**SHORT, **ELSEWHERE}] == []
@@ -178,6 +188,20 @@ def test_what_routers_did(command, tmp_path, monkeypatch, capsys):
         (tmp_path / words[0] / f"Train_Experts_layer_{name}.csv").write_text(f"step,{name}\n1,1.0\n")
     assert show_routers(words[:1]) == 0
     assert "layer" in capsys.readouterr().out
+
+
+def test_data(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    builder = make_builder("corpus.bin", impl="mmap", vocab_size=100)
+    for length in (3, 5, 2):
+        builder.add_item(torch.arange(length))
+        builder.end_document()
+    builder.finalize("corpus.idx")
+    commands = sorted(of("deepspeed.data"), key=lambda command: command.block.line)
+    assert commands
+    for command in commands:
+        assert look_at_data(command.words[command.words.index("deepspeed.data") + 1 :]) in (None, 0)
+    assert "seqlen" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", of("deepspeed.pipe.schedule"), ids=str)

@@ -48,11 +48,20 @@ def test_python(page, tmp_path):
             run(block, names)
 
 
-@pytest.mark.parametrize("block", [block for block in of_language("python") if block.tried], ids=str)
+def pretended(block):
+    return PRETENDED.fullmatch(block.tried)
+
+
+def test_blocks_that_are_tried_elsewhere_name_the_test():
+    named = [block.tried for page in PAGES for block in blocks(page) if block.tried and not pretended(block)]
+    assert [test for test in named if not (ROOT / test).is_file()] == []
+
+
+@pytest.mark.parametrize("block", list(filter(pretended, of_language("python"))), ids=str)
 @ranks(1, init=False)
 def test_python_on_pretended_ranks(block):
     """Snippets for many ranks, by rank 0 of a world that is only pretended."""
-    (world,) = PRETENDED.fullmatch(block.tried).groups()
+    (world,) = pretended(block).groups()
     os.environ |= {"WORLD_SIZE": world, "LOCAL_SIZE": "8"}
     torch.distributed.init_process_group("fake", rank=0, world_size=int(world), store=FakeStore())
     run(block, {})
