@@ -7,6 +7,7 @@ resized storage), but knows the size only of those that it saw handed out: open 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -29,6 +30,7 @@ class Allocations:
         self._places: dict[str, int] = {}  # mark → changes before it
 
     def __enter__(self) -> Allocations:
+        gc.collect()  # what is freed while others are counted would be missing from their sum
         self._profile.start()
         # a step may have a million operations, which would take minutes to sort
         torch._C._autograd._enable_record_function(False)

@@ -89,16 +89,16 @@ def layer_of(module: nn.Module) -> int:
 
 
 def _one_by_one(how: AttentionOptions, query: Tensor, layer: CachedLayer, table: Tensor, batch: Batch) -> Tensor:
-    """Each query alone, because products on a processor have other bits together."""
-    found: list[Tensor] = []
+    """Each query alone, because products on a processor have other bits together; rows of padding are zeros."""
+    out, row = query.new_zeros(*query.shape[:2], layer.values.shape[-1]), 0
     for place, (count, context) in enumerate(zip(batch.counts, batch.contexts, strict=True)):
         for seen in range(context - count + 1, context + 1):
             starts = torch.tensor([0, 1], dtype=torch.int32)
             lengths = torch.tensor([seen], dtype=torch.int32)
-            one = query[len(found) : len(found) + 1]
-            mine = table[place : place + 1]
-            found.append(paged_attention(one, layer.keys, layer.values, mine, starts, lengths, how))
-    return torch.cat(found)
+            one, mine = query[row : row + 1], table[place : place + 1]
+            out[row] = paged_attention(one, layer.keys, layer.values, mine, starts, lengths, how)[0]
+            row += 1
+    return out
 
 
 def _rows(heads: Tensor) -> Tensor:

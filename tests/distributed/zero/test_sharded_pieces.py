@@ -18,7 +18,7 @@ from deepspeed.parallel import ParallelLayout
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.sharding import shard_module
 from deepspeed.zero.piece import StatePiece
-from deepspeed.zero.placement import Placement
+from deepspeed.zero.placement import Placement, ShardAxes
 from deepspeed.zero.public.leaf import units_by_granularity
 from deepspeed.zero.public.tiling import TiledLinear
 from deepspeed.zero.states.groups import BlockGroup, Dtypes, ShardGroup
@@ -40,7 +40,7 @@ def groups_of(stage, module, options, dtypes=DTYPES):
     members = list(module.named_parameters())
     if stage == 3:
         group = ShardGroup(members, Placement(axis), dtypes, options)
-        shards = shard_module(module, lambda _: axis)
+        shards = shard_module(module, ShardAxes(lambda _: axis))
         group.layout = StripedLayout(tuple(shard.numel for shard in shards), axis.size)
         for shard in shards:
             if shard.local.numel():
@@ -56,10 +56,10 @@ def test_tiles_take_over_a_sharded_layer_of_rank_0():
     linear, plain = nn.Linear(7, 5), nn.Linear(7, 5)
     tiled = TiledLinear(7, 5, in_splits=2, out_splits=3)
     axis = ParallelLayout.build().world
-    shards = shard_module(tiled, lambda _: axis)
+    shards = shard_module(tiled, ShardAxes(lambda _: axis))
     for other in (linear, plain):
         if other is linear:
-            shards += shard_module(linear, lambda _: axis)
+            shards += shard_module(linear, ShardAxes(lambda _: axis))
         tiled.copy_params_from(other)
         assert all(param.numel() == 0 for param in tiled.parameters())
         fetch.gather(shards)
@@ -77,7 +77,7 @@ def test_a_linear_layer_released_before_backward():
     plain = nn.Linear(5, 3)
     plain.load_state_dict(layer.state_dict())
     world = ParallelLayout.build().world
-    shards = shard_module(layer, lambda _: world)
+    shards = shard_module(layer, ShardAxes(lambda _: world))
     x, y = (torch.linspace(0, 1, 10).view(2, 5).requires_grad_() for _ in range(2))
     fetch.gather(shards)
     loss = layer(x).square().sum()
@@ -93,8 +93,8 @@ def test_a_linear_layer_released_before_backward():
 def test_sharded_parameters_count_whole():
     large, small = nn.Sequential(nn.Linear(3000, 1000), nn.Linear(1, 1)), Wrapped(model())
     axis = ParallelLayout.build().world
-    shard_module(large, lambda _: axis)
-    shard_module(small, lambda _: axis)
+    shard_module(large, ShardAxes(lambda _: axis))
+    shard_module(small, ShardAxes(lambda _: axis))
     assert list(units_by_granularity(small, 15)) == []
     assert list(units_by_granularity(small, 16)) == [""]  # 65 // 4
     with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -120,7 +120,7 @@ def held(stream):
     found = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
         for each in gc.get_objects()
-        if isinstance(each, torch.Tensor) and each.device.type == "cpu" and each.layout is torch.strided
+        if type(each) in (torch.Tensor, nn.Parameter) and each.device.type == "cpu" and each.layout is torch.strided
         if stream._swap is None or not stream._swap.holds(each)
     }
     return sum(found.values())
