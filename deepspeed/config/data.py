@@ -74,9 +74,14 @@ class CurriculumSchedule(Section):
                 yield f"{at}max_step is {ends}; its steps must ascend"
 
 
+class LegacyScheduleConfig(CurriculumScheduleConfig):
+    """How fast sequences get longer."""
+
+
 class LegacyCurriculumConfig(CurriculumSchedule):
     """Sequences that get longer with the steps, by the engine alone; `data_efficiency` chooses samples, too."""
 
+    schedule_config: LegacyScheduleConfig = key(LegacyScheduleConfig, "Keys of the curve.")
     enabled: bool = key(False, "Whether the engine tells the model how long sequences are at each step.")
     curriculum_type: str = key(
         "seqlen", "What gets harder: seqlen hands curriculum_seqlen to the forward; others are read by the script."
@@ -171,13 +176,21 @@ class DynamicBatchingConfig(Section):
         return self
 
 
+def _not_sampled(switch: str) -> NoEffect:
+    why = "no technique of data_efficiency.data_sampling is on"
+    return NoEffect(why, lambda schema: not schema.data_efficiency.sampling, unless=switch)
+
+
+_NOT_SAMPLED = _not_sampled("data_efficiency.data_sampling.enabled")
+
+
 class DataSamplingConfig(Section):
     """Which samples a batch has."""
 
     enabled: bool | None = key(None, "False turns off all techniques of data_sampling; null leaves it to their own.")
-    num_epochs: PositiveCount = key(1000, "Epochs that a sampler by difficulty lasts.")
-    num_workers: Count = key(0, "Worker processes of the data loader.")
-    pin_memory: bool = key(False, "Whether batches of dynamic batching lie in pinned memory.")
+    num_epochs: PositiveCount = key(1000, "Epochs that a sampler by difficulty lasts.", _NOT_SAMPLED)
+    num_workers: Count = key(0, "Worker processes of the data loader.", _NOT_SAMPLED)
+    pin_memory: bool = key(False, "Whether batches of dynamic batching lie in pinned memory.", _NOT_SAMPLED)
     curriculum_learning: SampledCurriculumConfig = key(SampledCurriculumConfig, "Samples by difficulty.")
     dynamic_batching: DynamicBatchingConfig = key(DynamicBatchingConfig, "Batches by tokens.")
 
@@ -283,7 +296,7 @@ class DataEfficiencyConfig(Section):
     """Fewer or better chosen samples and tokens."""
 
     enabled: bool | None = key(None, "False turns off all techniques of this section; null leaves it to their own.")
-    seed: Count = key(1234, "Seed of the order of samples.")
+    seed: Count = key(1234, "Seed of the order of samples.", _not_sampled("data_efficiency.enabled"))
     data_sampling: DataSamplingConfig = key(DataSamplingConfig, "Which samples a batch has.", _is_off("data_sampling"))
     data_routing: DataRoutingConfig = key(DataRoutingConfig, "Which tokens a layer sees.", _is_off("data_routing"))
 

@@ -11,6 +11,7 @@ model: there, too, it is read, refused or told.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from collections import Counter
@@ -31,12 +32,17 @@ from deepspeed.config.features import IDLE, keys_without_effect, unbuilt, unused
 from deepspeed.config.model import ConfigModel, NoEffect
 from deepspeed.config.schema import Schema
 from deepspeed.config.schema_walk import Key, Model, keys_of, members_of
+from deepspeed.data.analyzer import DataAnalyzer
+from deepspeed.data.dynamic_batching import get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed
+from deepspeed.data.random_ltd import convert_to_random_ltd
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.log import logger
 from deepspeed.pipe import PipelineModule
+from tests.clients import tiny
 from tests.distributed.moe.models import StackedModel
 from tests.harness import ranks
 from tests.models import Tiny, batches
+from tests.unit.data.oracle import Lengths, analyse
 
 # What hands values on to users without acting on them.
 MERE_ANSWERS = ("deepspeed.config", "deepspeed.runtime.getters", "deepspeed.published.finder")
@@ -237,8 +243,62 @@ def silent_alone(read, seen, folder):
     return silent
 
 
+class Paced(torch.nn.Sequential):
+    """Takes what the engine tells a model of the step."""
+
+    def forward(self, inputs, progressive_layer_drop=False, pld_theta=1.0, curriculum_seqlen=None):
+        return super().forward(inputs).sum()
+
+
+def curriculum(kind):
+    curves = {
+        "fixed_root": {"total_curriculum_step": 2, "difficulty_step": 2, "root_degree": 2},
+        "fixed_discrete": {"difficulty": [30, 60], "max_step": [1]},
+    }
+    ends = {"min_difficulty": 30, "max_difficulty": 60, "cut_batches": True}
+    return {"schedule_type": kind, "schedule_config": curves[kind], **ends}
+
+
+def paced_readers(folder):
+    """Build engines of which something changes with the step."""
+    kept = {"min_value": 2, "max_value": 4, "schedule_type": "fixed_linear"}
+    kept["schedule_config"] = {"require_steps": 2, "seq_per_step": 2}
+    routing = {"enabled": True, "total_layer_num": 3, "random_ltd_layer_num": 1, "random_ltd_layer_id": [1]}
+    routing |= {"model_mask_name": "mask", "model_type": "decoder", "hidden_state_order": "batch_seq_dim"}
+    routing |= {"random_ltd_schedule": kept, "layer_token_lr_schedule": {"enabled": True, "total_layer_tokens": 99}}
+    metrics = folder / "metrics"
+    analyse(DataAnalyzer, metrics)
+    files = {f"index_to_{what}_path": str(metrics / f"seqlen/seqlen_index_to_{what}") for what in ("sample", "metric")}
+    metric = files | {"difficulty_type": "value", **curriculum("fixed_root")}
+    metrics_of = {"x": metric, "y": metric | curriculum("fixed_discrete")}
+    by_value = {"enabled": True, "data_cluster_path": str(folder / "clusters"), "curriculum_metrics": metrics_of}
+    packed = {"enabled": True, "max_tokens": 600, "metrics_path": str(metrics)}
+    for sections in (
+        {"curriculum_learning": {"enabled": True, **curriculum("fixed_root")}},
+        {"curriculum_learning": {"enabled": True, **curriculum("fixed_discrete"), "cut_batches": False}},
+        {"progressive_layer_drop": {"enabled": True}},
+        {"data_efficiency": {"data_routing": {"random_ltd": routing}}},
+        {"data_efficiency": {"data_sampling": {"curriculum_learning": by_value}}},
+        {"data_efficiency": {"data_sampling": {"dynamic_batching": packed}}},
+    ):
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, **sections}
+        model = convert_to_random_ltd(Paced(*(torch.nn.Linear(4, 4) for _ in range(3))), torch.nn.Linear)
+        engine = deepspeed.initialize(model=model, config=config, training_data=Lengths())[0]
+        if "dynamic_batching" in str(sections):
+            get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(Lengths(), engine)
+        engine(torch.zeros(2, 4, 4))
+        engine.destroy()
+
+
 def readers(seen, folder):
     """Build, train, save and load engines of every other kind; returns the keys that were read."""
+    paced_readers(folder)
+    config = {"train_micro_batch_size_per_gpu": 2, "hybrid_engine": {"enabled": True, "max_out_tokens": 32}}
+    engine = deepspeed.initialize(model=tiny.llama(), config={**config, "optimizer": {"type": "AdamW"}})[0]
+    engine.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
+    engine.destroy()
+    loco = {"stage": 2, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.5, "reset_T": 4}}
+    run({"zero_optimization": loco}, folder)
     run({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}}, folder)
     disk = {"device": "nvme", "nvme_path": str(folder / "swap")}
     run({"zero_optimization": {"stage": 3, "offload_optimizer": disk, "offload_param": disk}}, folder)
@@ -288,6 +348,10 @@ def test_no_key_is_silent(tmp_path):
     with pytest.raises(DeepSpeedConfigError, match=r"elasticity\.ignore_non_elastic_batch_info to true"):
         DeepSpeedConfig({**BATCH, "elasticity": {**ELASTIC, "ignore_non_elastic_batch_info": False}}, world_size=1)
     checked |= {"elasticity.enabled", "elasticity.ignore_non_elastic_batch_info"}
+    data = "data_efficiency.data_"  # a section that is off is None to its readers; one key has a single value
+    checked |= {f"{data}sampling.{name}.enabled" for name in ("curriculum_learning", "dynamic_batching")}
+    checked |= {f"{data}routing.random_ltd.{name}" for name in ("enabled", "random_ltd_schedule.schedule_type")}
+    importlib.import_module("accelerate")  # which looks for wandb then
     sys.modules.update({"wandb": MagicMock(), "comet_ml": MagicMock()})
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     seen = record()
