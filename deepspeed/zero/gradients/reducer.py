@@ -24,6 +24,7 @@ from deepspeed.zero.gradients.bucket import Bucket, BucketsInFlight, LateMean, l
 from deepspeed.zero.gradients.bucket_order import pack_buckets
 from deepspeed.zero.gradients.hooks import GradientHooks
 from deepspeed.zero.gradients.interfaces import BucketEntry, GradientConsumer, GradientGroup, ReductionOf
+from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.gradients.replicated import ReplicatedGradients, ReplicatedInFlight
 from deepspeed.zero.parameters.shard import shard_of
 
@@ -95,6 +96,8 @@ class GradientReducer:
         self.arrivals = GradientHooks(self._launch, early=ways.early, whole=replicated is not None)
         """When gradients come and leave."""
         self._entries: list[BucketEntry] = []
+        self._reductions: list[Reduction] = []
+        """Those of the entries, each once."""
         self._by_rows: list[BucketEntry] = []
         """Those that travel in no bucket."""
         self._number: dict[int, int] = {}
@@ -136,6 +139,7 @@ class GradientReducer:
         trained = [item for item in everything if item[1].param.requires_grad or id(item[1].param) in before]
         self._entries = [entry for _, entry in trained if entry.by_rows is None]
         self._by_rows = [entry for _, entry in trained if entry.by_rows is not None]
+        self._reductions = list({id(entry.reduction): entry.reduction for entry in self._entries}.values())
         self._number = {id(entry.param): number for number, entry in enumerate(self._entries)}
         self._order, self._unused, self._guessed = self._registered(), frozenset(), True
         self.arrivals.close()
@@ -288,7 +292,7 @@ class GradientReducer:
         """Every rank takes an optimizer step now: `finish`, and an error on all ranks if one does something else."""
         if self._passes is not None:
             self._passes.forget_graphs()
-        for reduction in {id(entry.reduction): entry.reduction for entry in self._entries}.values():
+        for reduction in self._reductions:
             reduction.stepped()
         if self._agreement is not None and self._absent is not None:
             self._exchange([0, 0, 0], "begin of an optimizer step")
@@ -449,6 +453,8 @@ class GradientReducer:
     @torch.no_grad()
     def _average_copies(self) -> None:
         """Take the means over ranks that hold equal shards, which reductions left for now; two are on their way."""
+        if all(reduction.late is None for reduction in self._reductions):
+            return
         absent = self._absent or frozenset()
         kept = [entry for number, entry in enumerate(self._entries) if number not in absent]
         flying: list[LateMean] = []
