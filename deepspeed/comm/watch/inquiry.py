@@ -111,6 +111,7 @@ def _remove_old(folder: Path) -> None:
 
 
 _PAUSE = 0.05
+_DYING = 2.0  # seconds within which a process whose connections broke is seen as ended
 _FOLLOWED = 256  # ranks of other groups whose reports are read to follow who waits for whom
 
 
@@ -201,13 +202,21 @@ def _stacks(reports: dict[int, RankReport], name: str) -> str:
 
 def judge_locally(wait: WaitingCall, mine: RankReport, reporter: ReportBuilder) -> HangVerdict:
     """A judgement without the store: this rank, and what can be seen of others of this host."""
-    reports = {mine.rank: mine}
-    if reporter.neighbours is not None:
-        for rank, neighbour in tuple(reporter.neighbours.found.items()):
+    found = {} if reporter.neighbours is None else reporter.neighbours.found
+    until = time.monotonic() + _DYING
+    while True:
+        reports = {mine.rank: mine}
+        for rank, neighbour in tuple(found.items()):
             with contextlib.suppress(OSError, ValueError):
                 reports[rank] = neighbour.report()
-    found = judge(replace(wait, ranks=tuple(rank for rank in wait.ranks if rank in reports)), reports)
-    return found if found.ranks else HangVerdict((), "no rank of this host is at fault")
+        # The connections of a killed process break before the process is seen as dead. Rank 0 may keep the store, so
+        # its end explains the loss; the end of another rank may only follow from it.
+        told = any(report.condition for report in reports.values()) or (0 in reports and reports[0].ended)
+        if told or time.monotonic() > until:
+            break
+        time.sleep(_PAUSE)
+    verdict = judge(replace(wait, ranks=tuple(rank for rank in wait.ranks if rank in reports)), reports)
+    return verdict if verdict.ranks else HangVerdict((), "no rank of this host is at fault")
 
 
 def _unseen(host: str | None, answering: set[str]) -> str:

@@ -1,11 +1,13 @@
 """The verdict over made-up reports: whoever was made to be at fault is named, and nobody else."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from deepspeed.comm.watch.inquiry import judge_locally
 from deepspeed.comm.watch.report import CollectiveCall, GroupProgress, RankReport, WaitingCall, as_text, from_text
 from deepspeed.comm.watch.verdict import judge
 
@@ -215,3 +217,20 @@ def test_reports_travel(job):
     reports, _, culprit = job
     whole = replace(reports[culprit], seen={3: reports[culprit]}, stacks="/tmp/x", asked=7)
     assert from_text(as_text(whole)) == whole
+
+
+def test_a_process_that_is_on_its_way_out_is_waited_for():
+    """Without the store: connections of a killed rank break before its process is seen as dead."""
+    ranks, ops = (0, 1, 2), ["all_reduce"]
+    own = healthy(1, ranks, 3, ops)
+    behind = {"world": GroupProgress(2, 2, history(2, ops))}
+    seen = iter([RankReport(0, groups=behind), RankReport(0, groups=behind)])
+    dead = RankReport(0, condition="is dead: its process 7 on host was killed or crashed", groups=behind)
+    ended = RankReport(2, ended="ended with CommError", groups=behind)
+    neighbours = {
+        0: SimpleNamespace(report=lambda: next(seen, dead)),
+        2: SimpleNamespace(report=lambda: ended),
+    }
+    found = judge_locally(own.waits[0], own, SimpleNamespace(neighbours=SimpleNamespace(found=neighbours)))
+    assert found.ranks == (0, 2)
+    assert found.text.startswith("rank 0 is dead: its process 7 on host")
