@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.dispatch import DEFAULT
-from deepspeed.comm.groups import get_world_group
+from deepspeed.comm.groups import get_world_group, played_backend
 from deepspeed.comm.operations import OPERATIONS, CommOperation, ReduceOp
 from deepspeed.comm.pending import AllOf, CollectiveWork, Pending, WaitableWork
 from deepspeed.errors import CommError
@@ -42,7 +42,7 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _batches_itself(group: ProcessGroup | None) -> bool:
-    return str(td.get_backend(group)) in BATCHING
+    return played_backend(group) in BATCHING
 
 
 def _real(group: ProcessGroup | None) -> ProcessGroup:

@@ -7,7 +7,8 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -182,6 +183,22 @@ class Dispatcher:
     def recent(self) -> list[OperationRecord]:
         """The recorded operations, oldest first, readable."""
         return [read(entry) for entry in tuple(self._ring)]
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Entry]]:
+        """Every operation of a `with` block, oldest first, however many there are; the ring goes on."""
+        kept: list[Entry] = []
+        push = self._push
+
+        def both(entry: Entry) -> None:
+            push(entry)
+            kept.append(entry)
+
+        self._push = both
+        try:
+            yield kept
+        finally:
+            self._push = push
 
     @property
     def limit(self) -> timedelta | None:

@@ -105,6 +105,16 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     td.destroy_process_group(group)
 
 
+FAKE_PLAYS = "DEEPSPEED_FAKE_PLAYS"
+"""The variable with the backend that torch's fake one plays; NCCL where it is not set."""
+
+
+def played_backend(group: ProcessGroup | None = None) -> str:
+    """The backend whose ways to send are chosen for a group."""
+    found = str(td.get_backend(group))
+    return os.environ.get(FAKE_PLAYS, found) if found == "fake" else found
+
+
 def group_device(group: ProcessGroup | None = None) -> torch.device:
     """Where tensors must live to travel over this group: the accelerator if the group's backend is its own."""
     accelerator = get_accelerator()

@@ -12,6 +12,7 @@ import mmap
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ _PAGE = 4096
 _SLAB = 64 << 20
 _HUGE = 2 << 20  # bytes of a huge page
 
+HOST_STORAGES: WeakSet[torch.UntypedStorage] = WeakSet()
+"""What `host_empty` handed out and is alive: on a CPU, where the device's memory is the host's, nothing else tells."""
+
 
 def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     """Uninitialised host memory for `numel` elements; page-locked if `pinned` and there is a device to copy to.
@@ -34,7 +38,9 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     the driver here instead, and unregistered when the tensor's storage goes.
     """
     size = numel * dtype.itemsize
-    room = torch.empty(size + _PAGE, dtype=torch.uint8)
+    storage = torch.UntypedStorage(size + _PAGE)
+    HOST_STORAGES.add(storage)
+    room = torch.empty(0, dtype=torch.uint8).set_(storage)
     _advise(room)
     if pinned and numel and get_accelerator().device_name() == "cuda":
         room.fill_(0)  # pages that threads have touched are locked several times as fast as others

@@ -13,8 +13,9 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -102,14 +103,26 @@ def is_placeholder(device: torch.device) -> bool:
     return device.type == "meta" and _NOTED.calls is not None
 
 
-def kernel_calls_of(scene: Scene) -> list[KernelCall]:
-    """What a scene would launch."""
+@contextmanager
+def rehearsal() -> Iterator[list[KernelCall]]:
+    """While it is entered, kernels of this thread do not run: what would be launched is noted in the list."""
     before, _NOTED.calls = _NOTED.calls, []
     try:
-        scene()
-        return _NOTED.calls
+        yield _NOTED.calls
     finally:
         _NOTED.calls = before
+
+
+def rehearses() -> bool:
+    """True in a rehearsal: what computes outside of torch's operations leaves memory as it is."""
+    return _NOTED.calls is not None
+
+
+def kernel_calls_of(scene: Scene) -> list[KernelCall]:
+    """What a scene would launch."""
+    with rehearsal() as calls:
+        scene()
+    return calls
 
 
 def forward_and_backward(compute: Callable[..., Any], *shapes: Sequence[int], dtype: torch.dtype) -> None:

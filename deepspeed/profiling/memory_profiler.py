@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,9 @@ from deepspeed.log import print_dist
 from deepspeed.profiling.common import StageGroup, leave, to_file_or_output, write_report
 
 OTHERS = "everything else"
-ELASTIC = "parameters"
-"""The kind whose memory comes and goes under the same storage, as gathered parameters do."""
+PARAMETERS, GATHERED = "parameters", "gathered parameters"
+ELASTIC = (PARAMETERS, GATHERED)
+"""The kinds whose memory comes and goes under the same storage."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,17 +50,33 @@ class PeakMoment:
     alive: tuple[StorageMemory, ...]
 
 
+class MemoryChange(NamedTuple):
+    """Memory that came, or went where `nbytes` is below zero; `held` knows its kind in the end."""
+
+    held: StorageMemory
+    nbytes: int
+    place: AllocationSite
+
+
 class TensorLedger(TorchDispatchMode):
     """While it is entered, keeps the moment at which most memory of `device` was in use.
 
-    `allocator` tells the most that it had in use since the beginning; None: what is alive is summed.
+    `allocator` tells the most that it had in use since the beginning; None: what is alive is summed. Storages that
+    `elsewhere` knows are not the device's.
     """
 
     def __init__(
-        self, device: torch.device, where: Callable[[], AllocationSite], allocator: Callable[[], int] | None = None
+        self,
+        device: torch.device,
+        where: Callable[[], AllocationSite],
+        allocator: Callable[[], int] | None = None,
+        elsewhere: Container[torch.UntypedStorage] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.moment: PeakMoment | None = None
+        self.changes: list[MemoryChange] | None = None
+        """What came and went, where somebody asks for it."""
+        self._elsewhere = elsewhere
         self._device = device
         self._where = where
         self._allocator = allocator
@@ -89,8 +106,15 @@ class TensorLedger(TorchDispatchMode):
                 if key not in seen:
                     seen.add(key)
                     self._know(tensor, kind).kind = kind
-                    if kind == ELASTIC:
+                    if kind in ELASTIC:
                         self._elastic.add(key)
+
+    def name_made(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """What operations made of these tensors, and has no name by itself, is of this kind."""
+        for tensor in self._ours(tensors):
+            held = self._know(tensor, kind)
+            if held.kind in (ACTIVATIONS, TEMPORARIES, OTHERS):
+                held.kind = kind
 
     def close(self) -> None:
         """Forget all but the moment."""
@@ -113,8 +137,14 @@ class TensorLedger(TorchDispatchMode):
                 and value.device == self._device
                 and value.layout is torch.strided
                 and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
+                and not (self._elsewhere and value.untyped_storage() in self._elsewhere)
             ):
                 yield value
+
+    def _count(self, held: StorageMemory, nbytes: int) -> None:
+        self._bytes += nbytes
+        if self.changes is not None:
+            self.changes.append(MemoryChange(held, nbytes, self._where()))
 
     def _know(self, tensor: Tensor, kind: str, module: str | None = None) -> StorageMemory:
         storage = tensor.untyped_storage()
@@ -123,7 +153,7 @@ class TensorLedger(TorchDispatchMode):
         if held is None:
             held = self._alive[key] = StorageMemory(storage.nbytes(), kind, module)
             self._ends[key] = weakref.ref(storage, lambda _: self._forget(key))
-            self._bytes += held.nbytes
+            self._count(held, held.nbytes)
         return held
 
     def _forget(self, key: int) -> None:
@@ -131,14 +161,14 @@ class TensorLedger(TorchDispatchMode):
         self._elastic.discard(key)
         held = self._alive.pop(key, None)
         if held is not None:
-            self._bytes -= held.nbytes
+            self._count(held, -held.nbytes)
 
     def _stretch(self) -> None:
         """Read the sizes of what grows and shrinks."""
         for key in tuple(self._elastic):
             storage, held = self._ends[key](), self._alive[key]
             if storage is not None and (now := storage.nbytes()) != held.nbytes:
-                self._bytes += now - held.nbytes
+                self._count(held, now - held.nbytes)
                 self._alive[key] = replace(held, nbytes=now)  # a moment of the past keeps the size that it saw
 
 
@@ -272,8 +302,17 @@ class MemoryProfiler:
     `kinds` tells what parameters, gradients, states and buffers there are; by default those of the model.
     """
 
-    def __init__(self, model: nn.Module, kinds: Kinds | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        kinds: Kinds | None = None,
+        device: torch.device | None = None,
+        elsewhere: Container[torch.UntypedStorage] = (),
+    ) -> None:
         self.model = model
+        self.changes: list[MemoryChange] = []
+        """What came and went in the last `start` to `stop`, where `keep_changes` was asked for."""
+        self._elsewhere = elsewhere
         self._kinds = kinds or (lambda: _of_model(model))
         self._given = device
         self._account: TensorLedger | None = None
@@ -286,7 +325,7 @@ class MemoryProfiler:
         """Between `start` and `stop`."""
         return self._where is not None
 
-    def start(self) -> None:
+    def start(self, *, keep_changes: bool = False) -> None:
         """Begin; an accelerator's peaks are counted anew from here."""
         if self.running:
             raise UsageError("MemoryProfiler.start: it is running already; call stop() first")
@@ -295,7 +334,9 @@ class MemoryProfiler:
         counts = self._device.type != "cpu"
         device, index = get_accelerator(), self._device.index
         most = (lambda: int(device.max_memory_allocated(index))) if counts else None
-        self._account = TensorLedger(self._device, self._where.now, most)
+        self._account = TensorLedger(self._device, self._where.now, most, self._elsewhere)
+        if keep_changes:
+            self._account.changes = self.changes = []
         if counts:
             device.reset_peak_memory_stats(index)
         self.name_kinds()
@@ -346,6 +387,11 @@ class MemoryProfiler:
         if self._account is not None:
             self._account.name(self._kinds())
 
+    def name_made(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """These tensors are of this kind, unless they are known as something else."""
+        if self._account is not None:
+            self._account.name_made(kind, tensors)
+
     @property
     def peak(self) -> MemoryPeak | None:
         """The moment at which most memory was in use so far; None before anything was computed."""
@@ -380,7 +426,7 @@ class MemoryProfiler:
 def _of_model(model: nn.Module) -> Mapping[str, Sequence[Tensor]]:
     params = list(model.parameters())
     return {
-        ELASTIC: params,
+        PARAMETERS: params,
         "gradients": [param.grad for param in params if param.grad is not None],
         "buffers of the model": list(model.buffers()),
     }

@@ -29,6 +29,7 @@ PROGRAMS = (
     "ds_bench",
     "ds_io",
     "ds_nvme_tune",
+    "ds_plan",
     "ds_report",
     "ds_serve",
     "make",

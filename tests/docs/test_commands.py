@@ -25,6 +25,7 @@ from deepspeed.launcher import report, runner
 from deepspeed.launcher.ports import free_port
 from deepspeed.moe.show import main as show_routers
 from deepspeed.pipe.schedule.__main__ import main as draw_schedule
+from deepspeed.planning.command import main as make_plan
 from tests import harness
 from tests.clients.server import SERVER as CLIENT_SERVER
 from tests.clients.server import environment
@@ -60,6 +61,8 @@ ELSEWHERE = {
 
 def example_of(command):
     """The script of examples/ that a command starts, if it does."""
+    if runs(command) == "ds_plan":
+        return None
     return next((word for word in command.words if word.startswith("examples/") and word.endswith(".py")), None)
 
 
@@ -93,6 +96,7 @@ def test_every_command_is_tried_by_one_of_these():
     tried |= {*of("ds_io", "ds_nvme_tune", "ds_bench", "deepspeed.preflight", "deepspeed.pipe.schedule")}
     tried |= {
         *of("pip", "ds_serve"),
+        *of("ds_plan", "deepspeed.planning"),
         *of("accelerate"),
         *of("torchrun"),
         *of("deepspeed.moe.show", "deepspeed.data"),
@@ -262,6 +266,18 @@ def test_preflight(command, tmp_path):
     assert status in (0, 1), output
     assert any(word in output for word in (["usage"] if "--help" in command.words else ["READY", '"ready"']))
     assert not list(folder.glob("ran.*"))
+
+
+@pytest.mark.parametrize("command", of("ds_plan", "deepspeed.planning"), ids=str)
+@ranks(1, init=False)
+def test_plan(command, tmp_path):
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in command.words]
+    os.chdir(tmp_path)
+    if "--help" in words:
+        with pytest.raises(SystemExit):
+            make_plan(["--help"])
+        return
+    assert make_plan(words[1:]) in (0, 1)
 
 
 @pytest.mark.parametrize("command", of("ds_bench"), ids=str)

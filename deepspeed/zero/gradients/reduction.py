@@ -20,6 +20,7 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.comm import Pending
+from deepspeed.comm.groups import played_backend
 from deepspeed.comm.pending import AllOf
 from deepspeed.parallel import AxisGroup
 
@@ -143,7 +144,7 @@ class ReduceToOwners:
 
     @cached_property
     def _by_exchange(self) -> bool:
-        return dist.get_backend(self.group) == dist.Backend.GLOO
+        return played_backend(self.group) == dist.Backend.GLOO
 
     @property
     def size(self) -> int:

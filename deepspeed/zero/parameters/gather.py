@@ -12,12 +12,12 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.comm import Pending
 from deepspeed.comm.coalesced import BATCHING, all_gather_coalesced, broadcast_coalesced
+from deepspeed.comm.groups import played_backend
 from deepspeed.comm.point_to_point import gather_parts
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters.shard import Shard
@@ -199,7 +199,7 @@ def release(shards: Iterable[Shard]) -> None:
 def _backend(group: Any) -> str:
     found = _backends.get(group)
     if found is None:
-        found = _backends[group] = str(dist.get_backend(group))
+        found = _backends[group] = played_backend(group)
     return found
 
 

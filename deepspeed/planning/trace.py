@@ -1,0 +1,466 @@
+"""Some steps of a real engine as one rank of a pretended world: its memory, collectives and work.
+
+[Note: steps of a trace] The first step learns in which order gradients and parameters come, and makes the optimizer's
+states; the second uses this; the third is one of many. Memory is looked at in all of them, since the first may need
+most; collectives and work are those of the last. Micro steps between the first and the last of a step are alike: with
+accumulation two are run, and the first counts for those that are not.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from deepspeed._api import initialize
+from deepspeed.comm.dispatch import DEFAULT
+from deepspeed.comm.records import Entry, read
+from deepspeed.comm.traffic import LinkBytes, link_bytes
+from deepspeed.config import load
+from deepspeed.config.batch import MICRO, TRAIN
+from deepspeed.config.read import read as read_config
+from deepspeed.errors import UsageError
+from deepspeed.events import PhaseBegan, PhaseFinished
+from deepspeed.memory.host import HOST_STORAGES
+from deepspeed.ops.precompile import rehearsal
+from deepspeed.parallel import ParallelLayout
+from deepspeed.parallel.axes import GRID_AXES
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.planning.examples import Example, ExampleBatch, example_of
+from deepspeed.planning.ranks import pretended_rank
+from deepspeed.planning.untouched import UntouchedMemory
+from deepspeed.profiling.flops_profiler.count import work_of
+from deepspeed.profiling.memory_profiler import (
+    ACTIVATIONS,
+    GATHERED,
+    OTHERS,
+    TEMPORARIES,
+    MemoryChange,
+    MemoryPeak,
+    MemoryProfiler,
+    StorageMemory,
+)
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.out_of_memory import held_tensors
+from deepspeed.zero.interface import numel_of, shards_of
+
+STEPS = 3
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+BUCKETS, LOGITS, WORKSPACE = "buckets", "logits", "workspace"
+_POINTS = 400  # of the curve of a step
+KINDS = (
+    *("parameters", GATHERED, "gradients", "masters", "moments", "buffers of the model"),
+    *(BUCKETS, ACTIVATIONS, LOGITS, WORKSPACE),
+)
+"""Of memory on the device, in the order in which they are shown."""
+
+# Sections that write files, print, or stop the device to measure: none of them changes what a step holds or sends.
+_WATCHES = (
+    *("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "memory_profiler", "comms_logger"),
+    *("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state", "hangs", "timers"),
+)
+
+
+class RankPlace(NamedTuple):
+    """A rank of a world."""
+
+    rank: int
+    world: int
+    per_node: int
+    backend: str = "nccl"
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """What is planned: `model_fn` is called once for each rank that is looked at."""
+
+    model_fn: Callable[[], nn.Module]
+    config: Mapping[str, Any]
+    example: Callable[[], ExampleBatch | None] = lambda: None
+    """Asked when the model is there: a script brings both."""
+    batch: int | None = None
+    sequence: int | None = None
+    prepare: Callable[[nn.Module], None] | None = None
+    """A change of the model before the engine is built."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Equal operations of one step."""
+
+    op: str
+    axis: str
+    ranks: tuple[int, ...]
+    size: int
+    """Bytes of the message, as the dispatcher records it."""
+    phase: str
+    count: int
+    links: LinkBytes
+    """Of one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationWork:
+    """What the equal operations of a phase compute and move in one step."""
+
+    phase: str
+    name: str
+    dtype: str
+    count: int
+    flops: float
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMoment:
+    """Memory by kind at a point of the step."""
+
+    phase: str
+    module: str | None
+    kinds: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """What one rank holds, sends and computes in a step."""
+
+    place: RankPlace
+    stage: int
+    """Of the pipeline; 0 where there is none."""
+    stages: int
+    micro_batches: int
+    batch: tuple[int, int, int]
+    """(train batch, micro batch, accumulation steps)."""
+    sequence: int | None
+    axes: Mapping[str, int]
+    parameters: int
+    """Elements of the model on this rank's stage and slice, whole."""
+    peak: MemoryPeak
+    kinds: Mapping[str, int]
+    sizes: Mapping[int, int]
+    """Bytes of a storage → how many there are at the peak."""
+    host: Mapping[str, int]
+    collectives: tuple[Collective, ...]
+    work: tuple[OperationWork, ...]
+    moments: tuple[MemoryMoment, ...]
+    overlaps: bool
+    partition: tuple[int, ...]
+    """Layers of every stage."""
+    assumed: tuple[str, ...]
+
+
+def trace(job: PlannedModel, place: RankPlace) -> StepTrace:
+    """Build the engine as that rank and take `STEPS` steps; nothing of it is left."""
+    with pretended_rank(*place), ExitStack() as stack:
+        memory = stack.enter_context(UntouchedMemory())
+        stack.enter_context(rehearsal())
+        with torch.enable_grad():
+            return _Tracer(job, place, memory, stack).run()
+
+
+@dataclass
+class _Tracer:
+    job: PlannedModel
+    place: RankPlace
+    memory: UntouchedMemory
+    stack: ExitStack
+    phases: list[str] = field(default_factory=list)
+    work: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
+    borders: list[tuple[int, str]] = field(default_factory=list)
+    """(collectives so far, phase that follows) of the step."""
+    entries: list[Entry] = field(default_factory=list)
+
+    def run(self) -> StepTrace:
+        engine = self._engine()
+        self.stack.callback(engine.destroy)
+        parts = engine._parts
+        train, micro, steps = engine.get_batch_info()
+        example = example_of(parts.module, self.job.example(), micro, self.job.sequence)
+        pipeline = parts.module if isinstance(parts.module, PipelineModule) else None
+        ran = min(steps, 2 if pipeline is None else len(pipeline.owners) + 1)
+        engine.set_train_batch_size(train // steps * ran)
+        for subscription in (
+            parts.events.subscribe(PhaseBegan, lambda event: self._enter(_word(event.phase.value))),
+            parts.events.subscribe(PhaseFinished, lambda _: self._leave()),
+        ):
+            self.stack.callback(subscription.close)
+        profiler = self._profiler(engine)
+        self.memory.sent = lambda tensors: self._sent(profiler, tensors)
+        for _ in range(STEPS - 1):
+            self._step(engine, example, ran)
+        began = len(profiler.changes)
+        self.memory.seen = self._seen
+        entries, marks = self._step(engine, example, ran)
+        self.memory.seen = self.memory.sent = None
+        profiler.stop()
+        peak = profiler.peak
+        assert peak is not None, "a step computes something"
+        skipped = steps - ran
+        scale = steps / ran if pipeline is not None else 1.0
+        head = _head(parts.module)
+        return StepTrace(
+            place=self.place,
+            stage=pipeline.stage_id if pipeline is not None else 0,
+            stages=pipeline.num_stages if pipeline is not None else 1,
+            micro_batches=steps,
+            batch=(train, micro, steps),
+            sequence=example.sequence,
+            axes={name: size for name, size in parts.layout.sizes.items() if size > 1},
+            parameters=sum(map(numel_of, parts.module.parameters())),
+            peak=peak,
+            kinds=_kinds(peak, head),
+            sizes=_sizes(profiler.changes),
+            host=_on_host(engine),
+            collectives=self._collectives(parts.layout, entries, marks, skipped, scale),
+            work=self._work(steps / ran),
+            moments=_moments(profiler.changes, began, head),
+            overlaps=bool(parts.config.schema.zero_optimization.overlap_comm),
+            partition=() if pipeline is None else tuple(b - a for a, b in itertools.pairwise(pipeline.parts)),
+            assumed=(*example.assumed, *_assumed(self.memory, engine)),
+        )
+
+    def _enter(self, phase: str) -> None:
+        self.phases.append(phase)
+        self.borders.append((len(self.entries), phase))
+
+    def _leave(self) -> None:
+        self.phases.pop()
+        self.borders.append((len(self.entries), self.phases[-1] if self.phases else STEP))
+
+    def _engine(self) -> DeepSpeedEngine:
+        job = self.job
+        model = job.model_fn()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"the model function returned a {type(model).__name__}; expected a torch module")
+        if job.prepare is not None:
+            job.prepare(model)
+        given: Any = job.config
+        if job.batch is not None:
+            given = _with_batch(dict(job.config), job.batch)
+        return initialize(model=model, config=given, model_parameters=_trained(model))[0]
+
+    def _profiler(self, engine: DeepSpeedEngine) -> MemoryProfiler:
+        parts = engine._parts
+
+        def kinds() -> Mapping[str, Sequence[Tensor]]:
+            held: dict[str, list[Tensor]] = held_tensors(parts)
+            shards = [shard for shard in shards_of(parts.module.parameters()) if not shard.alone]
+            whole = [shard.flat for shard in shards]
+            own = {id(shard.param) for shard in shards}
+            chunks = [shard.data for shard in shards]
+            held["parameters"] = [*chunks, *(each for each in held["parameters"] if id(each) not in own)]
+            return {GATHERED: whole, **held}
+
+        profiler = MemoryProfiler(parts.module, kinds, parts.device, HOST_STORAGES)
+        profiler.start(keep_changes=True)
+        self.stack.callback(profiler.stop)
+        self.stack.callback(
+            parts.events.subscribe(PhaseBegan, lambda e: profiler.enter_phase(_word(e.phase.value))).close
+        )
+        self.stack.callback(parts.events.subscribe(PhaseFinished, lambda _: profiler.leave_phase()).close)
+        return profiler
+
+    def _step(self, engine: Any, example: Example, steps: int) -> tuple[list[Entry], list[int]]:
+        """One step; its collectives, and how many there were after each micro step."""
+        marks: list[int] = []
+        self.borders.clear()
+        with DEFAULT.recorded() as entries:
+            self.entries = entries
+            if isinstance(engine._parts.module, PipelineModule):
+                engine.train_batch(iter([example.inputs] * steps))
+            else:
+                for _ in range(steps):
+                    engine.backward(example.run(engine))
+                    engine.step()
+                    marks.append(len(entries))
+        return entries, marks
+
+    def _sent(self, profiler: MemoryProfiler, tensors: Sequence[Tensor]) -> None:
+        if self.phases and self.phases[-1] == BACKWARD:
+            profiler.name_made(BUCKETS, tensors)
+
+    def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        flops, _ = work_of(func._overloadpacket, args, kwargs, out)
+        moved, widest = 0, None
+        for leaf in (*_tensors(args), *_tensors(kwargs), *_tensors(out)):
+            moved += leaf.nbytes
+            widest = widest or (leaf.dtype if leaf.is_floating_point() else None)
+        key = (self.phases[-1] if self.phases else FORWARD, func._overloadpacket.__name__, str(widest)[6:])
+        held = self.work.setdefault(key, [0, 0.0, 0.0])
+        held[0] += 1
+        held[1] += flops
+        held[2] += moved
+
+    def _work(self, times: float) -> tuple[OperationWork, ...]:
+        """All micro steps of a step, of which `times` as many are alike as were run."""
+        found = []
+        for (phase, name, dtype), (count, flops, nbytes) in self.work.items():
+            repeated = 1.0 if phase == STEP else times
+            found.append(
+                OperationWork(phase, name, dtype, round(count * repeated), flops * repeated, nbytes * repeated)
+            )
+        return tuple(found)
+
+    def _collectives(
+        self, layout: ParallelLayout, entries: Sequence[Entry], marks: Sequence[int], skipped: int, scale: float
+    ) -> tuple[Collective, ...]:
+        counts: dict[tuple[str, tuple[int, ...], int, str], float] = {}
+        borders, phase = iter([*self.borders, (len(entries) + 1, STEP)]), FORWARD
+        following = next(borders)
+        for place, entry in enumerate(entries):
+            while following[0] <= place:
+                phase = following[1]
+                following = next(borders)
+            record = read(entry)
+            times = 1.0 + skipped if len(marks) > 1 and place < marks[0] else 1.0
+            key = (record.op, record.ranks, record.bytes, phase)
+            counts[key] = counts.get(key, 0.0) + times * (scale if record.p2p else 1.0)
+        names = _axis_names(layout)
+        return tuple(
+            Collective(
+                op=op,
+                axis=names.get(ranks, "other"),
+                ranks=ranks,
+                size=size,
+                phase=phase,
+                count=round(count),
+                links=link_bytes(op, size, ranks, self.place.per_node),
+            )
+            for (op, ranks, size, phase), count in counts.items()
+        )
+
+
+def quiet(config: Any) -> dict[str, Any]:
+    """The config without what only watches; states on a disk, which would be written, are refused."""
+    made = copy.deepcopy(dict(read_config(config).values))
+    for name in _WATCHES:
+        made.pop(name, None)
+    schema = load(made, partial=True).schema
+    zero = schema.zero_optimization
+    for key, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if section is not None and section.device.value == "nvme":
+            raise UsageError(f"zero_optimization.{key}.device is nvme, and a plan writes no files; plan with cpu")
+    if schema.memory.disk:
+        raise UsageError("memory.disk: states are to live on a disk, and a plan writes no files; plan without it")
+    return made
+
+
+def _with_batch(config: dict[str, Any], batch: int) -> dict[str, Any]:
+    """The config with so many samples in a micro batch, where it leaves that open."""
+    found = config.get(MICRO)
+    if found not in (None, "auto", batch):
+        raise UsageError(f"{MICRO} is {found} in the config, and --batch (batch=) says {batch}; remove one of them")
+    made = {**config, MICRO: batch}
+    if made.get(TRAIN) == "auto":
+        del made[TRAIN]
+    return made
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def _word(phase: str) -> str:
+    """The phase that a part of it belongs to."""
+    return phase.partition("_")[0]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _axis_names(layout: ParallelLayout) -> dict[tuple[int, ...], str]:
+    """The ranks of this rank's groups → the axes that they are along; fewer axes win where ranks are the same."""
+    found: dict[tuple[int, ...], str] = {}
+    for count in range(1, len(GRID_AXES) + 1):
+        for names in itertools.combinations(GRID_AXES, count):
+            if all(layout.sizes.get(name, 1) > 1 for name in names):
+                found.setdefault(tuple(layout[names].ranks), "+".join(names))
+    return found
+
+
+def _head(model: nn.Module) -> frozenset[str]:
+    """Paths of the modules that make logits and what a loss needs of them; none where that is not known."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    paths = [path for path, module in model.named_modules() if module is head]
+    return frozenset(("", *paths)) if head is not None and paths else frozenset()
+
+
+def _kind(held: StorageMemory, head: frozenset[str]) -> str:
+    if held.kind == ACTIVATIONS and held.module in head:
+        return LOGITS
+    return WORKSPACE if held.kind in (TEMPORARIES, OTHERS) else held.kind
+
+
+def _kinds(peak: MemoryPeak, head: frozenset[str]) -> dict[str, int]:
+    """Bytes of every kind at the peak."""
+    found = dict.fromkeys(KINDS, 0)
+    logits = sum(nbytes for path, nbytes in peak.activations.items() if path in head)
+    for kind, nbytes in peak.kinds.items():
+        found[WORKSPACE if kind in (TEMPORARIES, OTHERS) else kind] += nbytes
+    found[ACTIVATIONS] -= logits
+    found[LOGITS] += logits
+    return found
+
+
+def _moments(changes: Sequence[MemoryChange], began: int, head: frozenset[str]) -> tuple[MemoryMoment, ...]:
+    """Memory by kind through the last step, at the points where module or phase change; at most `_POINTS` of them."""
+    now, found = dict.fromkeys(KINDS, 0), list[MemoryMoment]()
+    for number, change in enumerate(changes):
+        now[_kind(change.held, head)] += change.nbytes
+        if number < began:
+            continue
+        if found and (found[-1].phase, found[-1].module) == (change.place.phase, change.place.module):
+            if sum(now.values()) > sum(found[-1].kinds.values()):
+                found[-1] = MemoryMoment(change.place.phase, change.place.module, dict(now))
+            continue
+        found.append(MemoryMoment(change.place.phase, change.place.module, dict(now)))
+    every = -(-len(found) // _POINTS) or 1
+    runs = (found[at : at + every] for at in range(0, len(found), every))
+    return tuple(max(run, key=lambda moment: sum(moment.kinds.values())) for run in runs)
+
+
+def _sizes(changes: Sequence[MemoryChange]) -> dict[int, int]:
+    """Storages by their size when most memory is in use."""
+    now = most = best = 0
+    for number, change in enumerate(changes):
+        now += change.nbytes
+        if now > most:
+            most, best = now, number
+    held: dict[int, int] = {}
+    for change in changes[: best + 1]:
+        held[id(change.held)] = held.get(id(change.held), 0) + change.nbytes
+    return dict(Counter(size for size in held.values() if size > 0))
+
+
+def _on_host(engine: DeepSpeedEngine) -> dict[str, int]:
+    """Bytes in host memory between steps, by kind."""
+    counted: set[int] = set()
+    found: dict[str, int] = {}
+    for kind, tensors in held_tensors(engine._parts).items():
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage in HOST_STORAGES and storage._cdata not in counted:
+                counted.add(storage._cdata)
+                found[kind] = found.get(kind, 0) + storage.nbytes()
+    rest = sum(storage.nbytes() for storage in tuple(HOST_STORAGES)) - sum(found.values())
+    return {**found, **({"staging": rest} if rest else {})}
+
+
+def _assumed(memory: UntouchedMemory, engine: DeepSpeedEngine) -> Iterable[str]:
+    """What a trace cannot know."""
+    if memory.computed:
+        yield f"results that depend on values are those of empty memory: {', '.join(sorted(memory.computed))}"
+    if engine._parts.experts is not None:
+        yield "tokens are spread over experts as by a router without weights"
+    if engine.skipped_steps:
+        yield f"{engine.skipped_steps} steps were skipped for an overflow of the loss scale"
