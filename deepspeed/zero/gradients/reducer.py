@@ -206,6 +206,10 @@ class GradientReducer:
         """True if this rank sent a gradient of the parameter since the last `forget`."""
         return id(param) in self._had
 
+    def keeps_local(self, name: str) -> bool:
+        """True if gradients of a parameter stay on the ranks that computed them until the step."""
+        return any(known == name for reduction in self._reductions for known, _ in reduction.local)
+
     def note_gradient(self, param: nn.Parameter) -> None:
         """A gradient of the parameter was given by other means than a backward."""
         if id(param) in self._number:
@@ -324,6 +328,7 @@ class GradientReducer:
             if piece.picked is not None:
                 piece.picked = piece.picked * factor
         whole = [grad for group in self._groups() for grad in group.whole_gradients()]
+        whole += [grad for reduction in self._reductions for grad in reduction.local.values()]
         scale_([grad for grad in (*held, *whole) if grad is not None], factor)
 
     def forget(self) -> None:
@@ -337,6 +342,8 @@ class GradientReducer:
         self._absent = None
         self._launched = False
         self._flights.drop()
+        for reduction in self._reductions:
+            reduction.local.clear()
         for group in self._groups():
             for piece in group.pieces:
                 piece.gradient = piece.picked = None
