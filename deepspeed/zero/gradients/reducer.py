@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm import Pending
+from deepspeed.errors import UsageError
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.zero.agreement import STEP, RankAgreement, digest
 from deepspeed.zero.gradients.bucket import Bucket, BucketsInFlight, LateMean, late_packs
@@ -206,13 +207,16 @@ class GradientReducer:
         """True if this rank sent a gradient of the parameter since the last `forget`."""
         return id(param) in self._had
 
-    def keeps_local(self, name: str) -> bool:
-        """True if gradients of a parameter stay on the ranks that computed them until the step."""
-        return any(known == name for reduction in self._reductions for known, _ in reduction.local)
-
     def note_gradient(self, param: nn.Parameter) -> None:
-        """A gradient of the parameter was given by other means than a backward."""
+        """A gradient of the parameter is given by other means than a backward."""
         if id(param) in self._number:
+            entry = self._entries[self._number[id(param)]]
+            if any(name == entry.name for name, _ in entry.reduction.local):
+                raise UsageError(
+                    f"the gradient of {entry.name} cannot be set in this step: the optimizer exchanges signs of "
+                    "momenta, and gradients stay on the ranks that computed them. Change it in a hook of the "
+                    "parameter (register_hook), or use zero_optimization.stage 0"
+                )
             self._had.add(id(param))
             self._absent = None
 
