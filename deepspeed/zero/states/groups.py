@@ -487,6 +487,8 @@ class StripedGroup(ShardGroup):
         self._held: list[tuple[Shard, StatePiece | None]] = []
         for shard, name in zip(self.shards, self.names, strict=True):
             piece = None
+            if shard.codec is not None:  # it was frozen before
+                shard.rest(None)
             if shard.local.numel():
                 piece = StatePiece(name, shard.param, shard.shape, shard.interval, shard.local)
                 piece.version = shard.edits, 0
