@@ -19,7 +19,7 @@ from deepspeed.comm.codec import BlockCodec
 from deepspeed.errors import UsageError
 from deepspeed.log import NOTICE, log_dist, warn_once
 from deepspeed.zero.parameters.gather import PLAIN, FlatBlocks, Gather, GatherFor
-from deepspeed.zero.parameters.shard import Shard, shards_of
+from deepspeed.zero.parameters.shard import Shard, rest_as, shards_of
 
 _SMALL = 2048  # elements below which codes would save less than they cost
 
@@ -118,7 +118,7 @@ class RestingWeights:
                 continue
             if shard.whole:
                 shard.release()
-            shard.rest(self.codec)
+            rest_as(shard, self.codec)
             if not isinstance(shard.gather, CodedGather):
                 plain = shard.gather or PLAIN
                 shard.gather = ways.setdefault(id(plain), CodedGather(None, plain))

@@ -132,17 +132,6 @@ class Shard:
             self.stored.copy_(self.codec.encode(chunk))
 
     @torch.no_grad()
-    def rest(self, codec: BlockCodec | None) -> None:
-        """Let the chunk rest as codes, or in its dtype again; only while the parameter is not whole."""
-        if codec == self.codec:
-            return
-        chunk = self.data
-        self.stored = self._kept(chunk if codec is None else codec.encode(chunk))
-        self.codec = codec
-        self.alone = self.axis.size == 1 and self.remote is None and codec is None
-        self.refit(self.dtype)
-
-    @torch.no_grad()
     def leave(self, remote: ChunkTier) -> None:
         """Let the chunk live elsewhere from now on; only while the parameter is not whole."""
         self.remote, self.alone = remote, False
@@ -323,6 +312,18 @@ class Shard:
 
     def __repr__(self) -> str:
         return f"Shard({self.name!r}, {tuple(self.shape)}, {self.status.name.lower()}, {self.axis!r})"
+
+
+@torch.no_grad()
+def rest_as(shard: Shard, codec: BlockCodec | None) -> None:
+    """Let the chunk rest as codes, or in its dtype again; only while the parameter is not whole."""
+    if codec == shard.codec:
+        return
+    chunk = shard.data
+    shard.stored = shard._kept(chunk if codec is None else codec.encode(chunk))
+    shard.codec = codec
+    shard.alone = shard.axis.size == 1 and shard.remote is None and codec is None
+    shard.refit(shard.dtype)
 
 
 def used_while_empty(name: str) -> str:
