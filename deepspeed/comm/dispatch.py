@@ -323,8 +323,9 @@ def call(entry: Entry, args: tuple[Any, ...]) -> Any:
     operation, label = entry[1], entry[5]
     if not profiler._is_profiler_enabled:
         return operation.call(*args)
-    what = operation.name if label is None else f"{operation.name}: {label}"
-    with record_function(f"deepspeed: {what} [{entry[2].title}]"):
+    what = operation.name if label is None else f"{operation.name}: {label.replace('…', '...')}"
+    named = f"deepspeed: {what} [{entry[2].title}]"
+    with record_function(named.encode("ascii", "backslashreplace").decode()):  # a trace has no other letters
         return operation.call(*args)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge
@@ -162,7 +161,7 @@ class TraceConfig(Section):
         [], "First and last optimizer step that are traced, counted from 0; empty: none."
     )
     ranks: list[Count] = key([0], "Ranks that are traced.")
-    folder: Path = key(Path("traces"), "Where each rank's trace and the merged one are written.")
+    folder: str = key("traces", "Where each rank's trace and the merged one are written.")
     memory: bool = key(True, "Whether the trace has a timeline of memory.")
     stack: bool = key(False, "Whether operations tell the line of Python that called them.")
 
