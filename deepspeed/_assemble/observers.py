@@ -20,6 +20,7 @@ import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.peaks import peak_flops
+from deepspeed.comm.discover import local_ranks
 from deepspeed.comm.tally import OperationTally
 from deepspeed.config.explain import batch_values, rows
 from deepspeed.config.monitor import HangsConfig
@@ -138,8 +139,7 @@ def _write_events(parts: Parts, stack: ExitStack) -> bool:
     file = section.file or Path(os.environ.get("DS_EVENTS", ""))
     if file == Path():
         return False
-    here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    per_node = int(here) if here.isdigit() else comm.get_world_size()
+    per_node = local_ranks(comm.get_world_size())
     head = {**_run_facts(parts), "every": section.every, "per_node": per_node}
     out = EventFile(file, comm.get_rank(), head, limit=section.max_file_bytes, keep=section.max_files)
     stack.callback(out.close)

@@ -117,7 +117,7 @@ def _write(file: Path, trace: Mapping[str, Any]) -> None:
 
 
 def shaped(trace: Mapping[str, Any], rank: int, kinds: Iterable[tuple[int, Mapping[str, int]]]) -> dict[str, Any]:
-    """A trace of torch's, with numbers that no other rank has, and memory as curves. `kinds`: (ns since 1970, bytes)."""
+    """A trace of torch's, with process numbers of this rank, and memory as curves. `kinds`: (ns since 1970, bytes)."""
     base = int(trace.get("baseTimeNanoseconds", 0))
     numbers: dict[Any, int] = {}
 

@@ -113,7 +113,7 @@ def test_two_engines_an_interval_and_the_environment(tmp_path, monkeypatch):
         train(engine)
         engine.destroy()
     for name in ("run", "run-2"):
-        steps = [e for e in read(tmp_path / "deep" / f"{name}.rank{comm.get_rank():05d}.jsonl")]
+        steps = read(tmp_path / "deep" / f"{name}.rank{comm.get_rank():05d}.jsonl")
         assert [each["step"] for each in steps if each["kind"] == "step"] == [2, 4]
     monkeypatch.delenv("DS_EVENTS")
     engine = build(1)
