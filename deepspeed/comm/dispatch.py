@@ -14,12 +14,16 @@ from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as td
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.discover import local_ranks
 from deepspeed.comm.failure import FAILURES, explain
 from deepspeed.comm.operations import CommOperation, switched_off
 from deepspeed.comm.pending import CollectiveWork
 from deepspeed.comm.records import CollectiveFinished, Entry, GroupRecord, OperationRecord, outline, read, size_of
+from deepspeed.comm.traffic import link_bytes
 from deepspeed.comm.watch import HangSettings, Watch
 from deepspeed.comm.watch.threads import Finder, title_of
 from deepspeed.comm.watch.verdict import NO_VERDICT
@@ -64,10 +68,13 @@ class Dispatcher:
     """Runs operations, one sequence number per group and kind; keeps the last `CAPACITY` of them in a ring.
 
     `label` names what the next operations are about (a parameter, a module); `labelled()` sets it for a while.
-    It is one slot for all threads: a race can only mislabel a record.
+    It is one slot for all threads: a race can only mislabel a record. `codec` is what they are encoded in.
     """
 
-    __slots__ = ("_clock", "_note", "_push", "_ring", "_states", "_synchronize", "_world", "events", "label", "watch")
+    __slots__ = (
+        *("_clock", "_note", "_notes", "_push", "_ring", "_states", "_synchronize", "_watch_note", "_world"),
+        *("codec", "events", "label", "watch"),
+    )
 
     def __init__(
         self,
@@ -76,11 +83,14 @@ class Dispatcher:
     ) -> None:
         self.events = _Stream()
         self.label: str | None = None
+        self.codec: str | None = None
         self._clock = clock
         self._synchronize = synchronize
         self._ring: deque[Entry] = deque(maxlen=CAPACITY)
         self._push = self._ring.append
         self._note: Callable[[Entry], None] | None = None
+        self._notes: tuple[Callable[[Entry], None], ...] = ()
+        self._watch_note: Callable[[Entry], None] | None = None
         self.watch: Watch | None = None
         self._world: GroupRecord | None = None
         self._states: dict[int, GroupRecord] = {}
@@ -123,7 +133,7 @@ class Dispatcher:
             if self.events.wanted and operation.timed:
                 result, done = self._measured(entry, args, size_of(message), async_op, log)
             else:
-                result = operation.call(*args)
+                result = call(entry, args)
         except FAILURES as error:
             explained = self.failed(entry, error, args)
             if explained is error:
@@ -149,7 +159,7 @@ class Dispatcher:
         if self._note is not None:
             self._note(entry)
         try:
-            work = operation.call(*args)
+            work = call(entry, args)
         except FAILURES as error:
             explained = self.failed(entry, error, args)
             if explained is error:
@@ -177,8 +187,30 @@ class Dispatcher:
         self.watch = Watch(lambda: tuple(self._ring), finders, self._noted_by)
         return self.watch
 
+    def tell(self, note: Callable[[Entry], None]) -> Callable[[], None]:
+        """Call `note` with every operation, before it starts, until what is returned is called."""
+        self._notes = (*self._notes, note)
+        self._choose_note()
+
+        def end() -> None:
+            self._notes = tuple(each for each in self._notes if each is not note)
+            self._choose_note()
+
+        return end
+
     def _noted_by(self, note: Callable[[Entry], None] | None) -> None:
-        self._note = note
+        self._watch_note = note
+        self._choose_note()
+
+    def _choose_note(self) -> None:
+        """Every operation looks for one function, which is there only where it has work."""
+        notes = self._notes if self._watch_note is None else (self._watch_note, *self._notes)
+
+        def all_of_them(entry: Entry) -> None:
+            for note in notes:
+                note(entry)
+
+        self._note = all_of_them if len(notes) > 1 else next(iter(notes), None)
 
     def recent(self) -> list[OperationRecord]:
         """The recorded operations, oldest first, readable."""
@@ -266,15 +298,15 @@ class Dispatcher:
         self, entry: Entry, args: tuple[Any, ...], size: int, async_op: bool, log: LogArguments
     ) -> tuple[Any, Callable[[], None] | None]:
         """Run synchronously and notify the listeners, now or (for free handles) when the handle has been waited for."""
-        operation = entry[1]
+        operation, codec = entry[1], self.codec
         self._synchronize()
         start = self._clock()
 
         def done() -> None:
             self._synchronize()
-            self._emit(entry, size, self._clock() - start, log)
+            self._emit(entry, size, self._clock() - start, log, codec)
 
-        result = operation.call(*args)
+        result = call(entry, args)
         if operation.free and result is not None:
             return result, done
         if async_op and result is not None:
@@ -282,9 +314,10 @@ class Dispatcher:
         done()
         return result, None
 
-    def _emit(self, entry: Entry, size: int, duration: float, log: LogArguments) -> None:
-        sequence, operation, state, _, _, label, code, _, _ = entry
+    def _emit(self, entry: Entry, size: int, duration: float, log: LogArguments, codec: str | None) -> None:
+        sequence, operation, state, _, _, label, code, _, peer = entry
         prof, log_name, debug = log
+        between = (state.rank, peer) if operation.p2p and isinstance(peer, int) else state.ranks
         event = CollectiveFinished(
             op=operation.name,
             log_name=log_name,
@@ -295,6 +328,8 @@ class Dispatcher:
             sequence=sequence,
             caller=debug or code.co_name,
             prof=prof,
+            links=link_bytes(operation.name, size, between, local_ranks(unknown=td.get_world_size())),
+            codec=codec,
         )
         self.events.emit(event)
 
@@ -304,6 +339,17 @@ class Dispatcher:
         if done is not None:
             done = _last_of(len(result), done)
         return [CollectiveWork(work, entry, self, done) for work in result]
+
+
+def call(entry: Entry, args: tuple[Any, ...]) -> Any:
+    """The operation itself; while torch's profiler runs it is a range of the trace that tells what it is about."""
+    operation, label = entry[1], entry[5]
+    if not profiler._is_profiler_enabled:
+        return operation.call(*args)
+    what = operation.name if label is None else f"{operation.name}: {label.replace('…', '...')}"
+    named = f"deepspeed: {what} [{entry[2].title}]"
+    with record_function(named.encode("ascii", "backslashreplace").decode()):  # a trace has no other letters
+        return operation.call(*args)
 
 
 def _last_of(count: int, done: Callable[[], None]) -> Callable[[], None]:
@@ -322,22 +368,27 @@ DEFAULT.watched()
 
 
 class labelled:
-    """Label the operations of a `with` block, for records and errors; labels nest."""
+    """Label the operations of a `with` block, for records and errors; labels nest.
 
-    __slots__ = ("_before", "_dispatcher", "_label")
+    `codec` is the name of what their messages are encoded in.
+    """
 
-    def __init__(self, label: str | None, dispatcher: Dispatcher = DEFAULT) -> None:
+    __slots__ = ("_before", "_codec", "_dispatcher", "_label")
+
+    def __init__(self, label: str | None, dispatcher: Dispatcher = DEFAULT, codec: str | None = None) -> None:
         self._label = label
         self._dispatcher = dispatcher
+        self._codec = codec
 
     def __enter__(self) -> None:
-        self._before = self._dispatcher.label
-        self._dispatcher.label = self._label
+        at = self._dispatcher
+        self._before = at.label, at.codec
+        at.label, at.codec = self._label, self._codec
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._dispatcher.label = self._before
+        self._dispatcher.label, self._dispatcher.codec = self._before
 
 
 def recent_operations() -> list[OperationRecord]:
