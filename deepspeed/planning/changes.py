@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.config.batch import MICRO, STEPS, TRAIN
-from deepspeed.errors import DeepSpeedError
+from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.log import logger
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.planning.planner import Cluster, Plan, plan_model
@@ -65,7 +65,7 @@ def replanned(model: PlannedModel, cluster: Cluster, change: Change) -> Plan | N
     """The plan with a change; None where the engine refuses it."""
     try:
         return plan_model(changed(model, change), cluster)
-    except (DeepSpeedError, NotImplementedError) as error:
+    except DeepSpeedError as error:
         logger.debug("%s is no choice: %s", change.text, error)
         return None
 
@@ -125,7 +125,7 @@ def _checkpointing(base: Config, found: Plan) -> Iterator[Change]:
 def _checkpoint_blocks(model: nn.Module) -> None:
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if not callable(enable) or isinstance(model, PipelineModule):
-        raise NotImplementedError("the model has no gradient_checkpointing_enable()")
+        raise UsageError("the model has no gradient_checkpointing_enable()")
     enable()
 
 

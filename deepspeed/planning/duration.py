@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from deepspeed.parallel.axes import SAMPLE_AXES
 from deepspeed.planning.ceilings import DeviceCeilings
-from deepspeed.planning.trace import BACKWARD, FORWARD, STEP, Collective, OperationWork, StepTrace
+from deepspeed.planning.trace import BACKWARD, FORWARD, STEP, Collective, OperationWork, RankTrace
 
 _NARROW = frozenset(("bfloat16", "float16"))
 _PRODUCTS = ("mm", "bmm", "attention", "conv", "linear", "matmul")
@@ -55,12 +55,12 @@ class StepTime:
         return sum(phase.total for phase in self.phases) + self.bubble
 
 
-def step_time(traces: Sequence[StepTrace], device: DeviceCeilings) -> StepTime:
+def step_time(traces: Sequence[RankTrace], device: DeviceCeilings) -> StepTime:
     """Of the slowest of these ranks."""
     return max((_of_rank(trace, device) for trace in traces), key=lambda found: found.total)
 
 
-def _of_rank(trace: StepTrace, device: DeviceCeilings) -> StepTime:
+def _of_rank(trace: RankTrace, device: DeviceCeilings) -> StepTime:
     phases, costs = [], dict[str, float]()
     for phase in (FORWARD, BACKWARD, STEP):
         computes = 0.0
@@ -111,7 +111,7 @@ def _is_product(work: OperationWork) -> bool:
     return any(word in work.name for word in _PRODUCTS)
 
 
-def _mostly_narrow(trace: StepTrace) -> bool:
+def _mostly_narrow(trace: RankTrace) -> bool:
     narrow: Mapping[bool, float] = {
         kind: sum(work.flops for work in trace.work if (work.dtype in _NARROW) is kind) for kind in (True, False)
     }

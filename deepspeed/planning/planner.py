@@ -14,7 +14,7 @@ from deepspeed.errors import UsageError
 from deepspeed.planning.ceilings import DeviceCeilings, device_of
 from deepspeed.planning.duration import StepTime, step_time
 from deepspeed.planning.examples import ExampleBatch
-from deepspeed.planning.trace import Collective, PlannedModel, RankPlace, StepTrace, quiet, trace
+from deepspeed.planning.trace import Collective, PlannedModel, RankPlace, RankTrace, quiet, trace
 
 FRAGMENTATION = "fragmentation"
 
@@ -62,11 +62,11 @@ class Plan:
     cluster: Cluster
     config: Mapping[str, Any]
     """Without sections that only watch."""
-    traces: tuple[StepTrace, ...]
+    traces: tuple[RankTrace, ...]
     """One for each kind of stage of a pipeline; else that of rank 0, which holds most."""
 
     @cached_property
-    def largest(self) -> StepTrace:
+    def largest(self) -> RankTrace:
         """The rank that holds most."""
         return max(self.traces, key=lambda found: found.peak.total)
 
@@ -184,7 +184,7 @@ def plan_model(model: PlannedModel, cluster: Cluster) -> Plan:
     return Plan(cluster, model.config, (first, *others))
 
 
-def _stages(first: StepTrace) -> Sequence[int]:
+def _stages(first: RankTrace) -> Sequence[int]:
     """Pipeline ranks that may hold more than others: with equally many layers an earlier one holds most."""
     count, layers = first.stages, first.partition
     if len(layers) != count:

@@ -9,19 +9,26 @@ accumulation two are run, and the first counts for those that are not.
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as td
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from deepspeed import comm
 from deepspeed._api import initialize
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu import CPU_Accelerator
 from deepspeed.comm.dispatch import DEFAULT
+from deepspeed.comm.groups import FAKE_PLAYS
 from deepspeed.comm.records import Entry, read
 from deepspeed.comm.traffic import LinkBytes, link_bytes
 from deepspeed.config import load
@@ -35,7 +42,6 @@ from deepspeed.parallel import ParallelLayout
 from deepspeed.parallel.axes import GRID_AXES
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.planning.examples import Example, ExampleBatch, example_of
-from deepspeed.planning.ranks import pretended_rank
 from deepspeed.planning.untouched import UntouchedMemory
 from deepspeed.profiling.flops_profiler.count import work_of
 from deepspeed.profiling.memory_profiler import (
@@ -67,6 +73,48 @@ _WATCHES = (
     *("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "memory_profiler", "comms_logger"),
     *("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state", "hangs", "timers"),
 )
+
+
+_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    *(FAKE_PLAYS, "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE"),
+)
+
+
+@contextmanager
+def pretended_rank(rank: int, world: int, per_node: int, backend: str = "nccl") -> Iterator[None]:
+    """This process is that rank, sends as over that backend, and is what it was afterwards."""
+    if td.is_initialized():
+        raise UsageError(
+            "a plan pretends to be a rank of another world, but torch.distributed is initialised in this process. Call "
+            "plan() before deepspeed.initialize, or in a process of its own (ds_plan)"
+        )
+    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    before = {name: os.environ.pop(name, None) for name in _VARIABLES}
+    random, device, threads = torch.get_rng_state(), get_accelerator(), torch.get_num_threads()
+    nodes = min(per_node, world)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank % nodes),
+        LOCAL_SIZE=str(nodes),
+        LOCAL_WORLD_SIZE=str(nodes),
+        **({FAKE_PLAYS: backend} if backend != "nccl" else {}),
+    )
+    try:
+        set_accelerator(CPU_Accelerator())
+        td.init_process_group("fake", rank=rank, world_size=world, store=fake.FakeStore())
+        yield
+    finally:
+        if td.is_initialized():
+            comm.destroy_process_group()
+        set_accelerator(device)
+        torch.set_rng_state(random)
+        torch.set_num_threads(threads)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 class RankPlace(NamedTuple):
@@ -129,7 +177,7 @@ class MemoryMoment:
 
 
 @dataclass(frozen=True)
-class StepTrace:
+class RankTrace:
     """What one rank holds, sends and computes in a step."""
 
     place: RankPlace
@@ -157,7 +205,7 @@ class StepTrace:
     assumed: tuple[str, ...]
 
 
-def trace(job: PlannedModel, place: RankPlace) -> StepTrace:
+def trace(job: PlannedModel, place: RankPlace) -> RankTrace:
     """Build the engine as that rank and take `STEPS` steps; nothing of it is left."""
     with pretended_rank(*place), ExitStack() as stack:
         memory = stack.enter_context(UntouchedMemory())
@@ -178,7 +226,7 @@ class _Tracer:
     """(collectives so far, phase that follows) of the step."""
     entries: list[Entry] = field(default_factory=list)
 
-    def run(self) -> StepTrace:
+    def run(self) -> RankTrace:
         engine = self._engine()
         self.stack.callback(engine.destroy)
         parts = engine._parts
@@ -206,7 +254,7 @@ class _Tracer:
         skipped = steps - ran
         scale = steps / ran if pipeline is not None else 1.0
         head = _head(parts.module)
-        return StepTrace(
+        return RankTrace(
             place=self.place,
             stage=pipeline.stage_id if pipeline is not None else 0,
             stages=pipeline.num_stages if pipeline is not None else 1,

@@ -17,7 +17,6 @@ ROOT_FILES = 8
 
 # a file under 60 lines with one user → why it is a file
 REASONS: dict[str, str] = {
-    "deepspeed/accelerator/peaks.py": "a table of devices",
     "deepspeed/checkpoint/universal_checkpoint.py": "published names",
     "deepspeed/elasticity/tool.py": "the program ds_elastic",
     "deepspeed/env_report.py": "a program by its published path",

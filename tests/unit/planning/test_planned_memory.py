@@ -7,7 +7,7 @@ import torch
 
 from deepspeed.memory.budget import Spread, Widths, model_states
 from deepspeed.planning import plan
-from deepspeed.planning.ranks import pretended_rank
+from deepspeed.planning.trace import pretended_rank
 from deepspeed.planning.untouched import UntouchedMemory
 from tests.covering import pairs
 from tests.harness import ranks
