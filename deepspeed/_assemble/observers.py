@@ -82,6 +82,10 @@ def watch(parts: Parts, stack: ExitStack) -> None:
         stack.callback(MonitorSubscriber(parts.monitor, times=times).attach(events).close)
         if parts.experts is not None:
             stack.callback(RouterStatistics(parts.module, parts.layout.samples).attach(events).close)
+    if schema.verify.every is not None:
+        from deepspeed.verify.subscriber import StepVerifier  # a side room: nothing that works imports it
+
+        stack.callback(StepVerifier(parts, schema.verify, schema.verify.every).attach(events).close)
     stack.callback(events.subscribe(PhaseFailed, OutOfMemory(parts)).close)
     if comm.get_rank() == 0:
         stack.callback(events.subscribe(OverflowFound, _tell_overflow).close)

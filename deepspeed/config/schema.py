@@ -44,6 +44,7 @@ from .monitor import (
     MemoryProfilerConfig,
     TensorBoardConfig,
     TimersConfig,
+    VerifyConfig,
     WandbConfig,
 )
 from .optimizer import OptimizerConfig, OptimizerInBackwardConfig, SchedulerConfig
@@ -298,6 +299,7 @@ class Schema(ConfigModel):
         MemoryProfilerConfig, "Memory by kind at the peak of a step, and its module."
     )
     timers: TimersConfig = key(TimersConfig, "Timers that run during training.")
+    verify: VerifyConfig = key(VerifyConfig, "Checks of running training for corrupted values.")
 
     # Programs around training
     autotuning: Unbuilt = key(Unbuilt, "Search for the fastest config.", NotBuilt("the autotuner"))

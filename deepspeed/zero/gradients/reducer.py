@@ -223,6 +223,11 @@ class GradientReducer:
             return self.replicated.empty
         return self._absent is not None and len(self._absent) == len(self._entries)
 
+    @property
+    def buckets(self) -> Sequence[Sequence[BucketEntry]]:
+        """Gradients that travel together, in the order of leaving; none where no other rank has any."""
+        return self._buckets
+
     # ---- a backward
 
     def announce(self, begun: Callable[[], None], arrived: Callable[[], None]) -> None:
