@@ -22,6 +22,7 @@ from rich.text import Text
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.bench.operations import OPERATIONS, BenchSetting, Sample, sweep
+from deepspeed.comm.codec import BLOCKS, SIGN, codec_of
 from deepspeed.comm.discover import ALONE, discover
 from deepspeed.comm.init import DEFAULT_PORT
 from deepspeed.errors import DeepSpeedError, UsageError
@@ -33,6 +34,7 @@ from deepspeed.launcher.console import emit, plain_table
 
 PICTURES = (".png", ".svg", ".pdf")
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
+_CODECS = (*BLOCKS, SIGN.name)
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -54,6 +56,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--trials", type=count, default=20, help="measured calls of each size")
     add("--warmups", type=count, default=5, help="calls before those")
     add("--dtype", choices=_DTYPES, default="float32", help="kind of the elements")
+    add("--codec", choices=_CODECS, default=None, help="send tensors as these codes; the time is with both ways")
     add("--backend", default=None, help="of torch.distributed, such as nccl or gloo; the accelerator's if not given")
     add("--dist", choices=("deepspeed", "torch"), default="deepspeed", help="whose functions are called")
     add("--async-op", action="store_true", help="begin each call and wait for it, instead of a call that waits")
@@ -66,15 +69,40 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     if args.min_size > args.max_size:
         parser.error(f"--min-size {args.min_size} is larger than --max-size {args.max_size}")
     chosen = [name for name in OPERATIONS if getattr(args, name)]
-    args.operations = chosen or list(OPERATIONS)
+    args.operations = chosen or [name for name in OPERATIONS if args.codec is None or OPERATIONS[name].coded]
     args.element = getattr(torch, args.dtype)
+    if args.codec is not None:
+        _check_codes(parser, args)
     return args, rest
+
+
+def _check_codes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    missing = [name for name in args.operations if OPERATIONS[name].coded is None]
+    if missing:
+        able = ", ".join(name for name, operation in OPERATIONS.items() if operation.coded is not None)
+        parser.error(f"--codec {args.codec}: {', '.join(missing)} sends no codes; choose among {able}")
+    if not args.element.is_floating_point:
+        parser.error(f"--codec {args.codec} encodes floating-point numbers; found --dtype {args.dtype}")
+    if args.async_op:
+        parser.error(f"--codec {args.codec} decodes what has come and cannot be combined with --async-op")
 
 
 def words_of(args: argparse.Namespace) -> list[str]:
     """The options as words again, for the ranks."""
     words = [f"--{name.replace('_', '-')}" for name in args.operations]
-    for name in ("min_size", "max_size", "factor", "trials", "warmups", "dtype", "backend", "dist", "bw_unit", "plot"):
+    for name in (
+        "min_size",
+        "max_size",
+        "factor",
+        "trials",
+        "warmups",
+        "dtype",
+        "codec",
+        "backend",
+        "dist",
+        "bw_unit",
+        "plot",
+    ):
         value = getattr(args, name)
         if value is not None:
             words.append(f"--{name.replace('_', '-')}={value}")
@@ -126,6 +154,7 @@ class RunFacts:
     dtype: str
     trials: int
     unit: str
+    codec: str | None = None
 
     def rate(self, bytes_per_second: float) -> float:
         """In the unit that was asked for."""
@@ -140,7 +169,8 @@ class RunFacts:
     def title(self) -> str:
         """One line about the run."""
         hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
-        return f"{self.ranks} ranks on {hosts}, {self.backend} on {self.device}, {self.dtype}"
+        codes = "" if self.codec is None else f" as {self.codec} codes"
+        return f"{self.ranks} ranks on {hosts}, {self.backend} on {self.device}, {self.dtype}{codes}"
 
 
 def draw_table(console: Console, operation: str, samples: Sequence[Sample], setting: RunFacts) -> None:
@@ -249,7 +279,8 @@ def _run(args: argparse.Namespace) -> int:
     device = comm.group_device()
     _require_memory(args.max_size, device)
     module = comm if args.dist == "deepspeed" else td
-    room = BenchSetting(None, world, rank, args.element, device, module, args.async_op)
+    codec = None if args.codec is None else codec_of(args.codec)
+    room = BenchSetting(None, world, rank, args.element, device, module, args.async_op, codec)
     setting = _setting(args, world, device)
     samples: list[Sample] = []
     absent: dict[str, str] = {}
@@ -278,7 +309,7 @@ def _setting(args: argparse.Namespace, world: int, device: torch.device) -> RunF
     comm.all_gather_object(names, socket.gethostname())
     backend = str(td.get_backend())
     unit = args.bw_unit
-    return RunFacts(world, len(set(names)), backend, device.type, args.dtype, args.trials, unit)
+    return RunFacts(world, len(set(names)), backend, device.type, args.dtype, args.trials, unit, args.codec)
 
 
 def _require_memory(size: int, device: torch.device) -> None:

@@ -2,13 +2,15 @@
 
 The size of an operation is that of its largest tensor: what an all-gather ends with, what a reduce-scatter begins with.
 Algorithm bandwidth is that size by the time. Bus bandwidth is what each rank sends in the best algorithm for one link
-per rank, by the time: it does not depend on the number of ranks, and can be held against the speed of the links.
+per rank, by the time: it does not depend on the number of ranks, and can be held against the speed of the links. Both
+count tensors, also where codes of them are sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.distributed import ProcessGroup
 from deepspeed import comm
 from deepspeed.accelerator.clock import mark
 from deepspeed.accelerator.host import HostEvent
+from deepspeed.comm.codec import Codec
 
 Call = Callable[[], Any]
 
@@ -35,10 +38,18 @@ class BenchSetting:
     module: ModuleType = comm
     """`deepspeed.comm` or `torch.distributed`, which have the same calls."""
     asynchronous: bool = False
+    codec: Codec | None = None
+    """What tensors are encoded in before they are sent, and decoded from; None: they are sent as they are."""
 
     def tensor(self, elements: int) -> torch.Tensor:
         """One that nobody has written to yet but with zeros, so that sums stay finite."""
         return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+    @property
+    def coder(self) -> Codec:
+        """The codec, where there is one."""
+        assert self.codec is not None, "operations with codes have a codec"
+        return self.codec
 
     def member(self, place: int) -> int:
         """The global rank at this place of the group."""
@@ -63,6 +74,8 @@ class BenchOperation:
     prepare: Prepare
     """Tensors of so many elements, and the call that moves them; it returns what can be waited for, or None."""
     about: str
+    coded: Prepare | None = None
+    """The same with codes instead of tensors."""
 
 
 def _pt2pt(room: BenchSetting, elements: int) -> Call:
@@ -99,13 +112,63 @@ _all_to_all = _collective("all_to_all_single", lambda room, n: (room.tensor(n), 
 _broadcast = _collective("broadcast", lambda room, n: (room.tensor(n), room.member(0)))
 _reduce = _collective("reduce", lambda room, n: (room.tensor(n), room.member(0)))
 
+
+def _coded_gather(room: BenchSetting, elements: int) -> Call:
+    part, whole = room.tensor(elements // room.world), room.tensor(elements).view(room.world, -1)
+    codes, codec = _codes(room, 1, part.numel()), room.coder
+    came = codes.new_empty(room.world, codes.shape[1])
+
+    def call() -> None:
+        codec.encode(part.view(1, -1), codes)
+        room.module.all_gather_into_tensor(came.view(-1), codes.view(-1), group=room.group)
+        codec.decode(came, whole)
+
+    return call
+
+
+def _coded_exchange(room: BenchSetting, elements: int, *, add: bool) -> Call:
+    rows = room.tensor(elements).view(room.world, -1)
+    codes, codec = _codes(room, *rows.shape), room.coder
+    came, out = torch.empty_like(codes), room.tensor(rows.shape[1]) if add else room.tensor(elements).view_as(rows)
+    decode = codec.decode_sum if add else codec.decode
+
+    def call() -> None:
+        codec.encode(rows, codes)
+        room.module.all_to_all_single(came.view(-1), codes.view(-1), group=room.group)
+        decode(came, out)
+
+    return call
+
+
+def _coded_sum(room: BenchSetting, elements: int) -> Call:
+    reduce, gather = _coded_exchange(room, elements, add=True), _coded_gather(room, elements)
+
+    def call() -> None:
+        reduce()
+        gather()
+
+    return call
+
+
+def _codes(room: BenchSetting, rows: int, elements: int) -> torch.Tensor:
+    return torch.empty(rows, room.coder.nbytes(elements), dtype=torch.uint8, device=room.device)
+
+
 OPERATIONS: Mapping[str, BenchOperation] = {
     each.name: each
     for each in (
-        BenchOperation("all_reduce", lambda world: 2 * _ring(world), _all_reduce, "sums of all ranks, on all ranks"),
-        BenchOperation("all_gather", _ring, _all_gather, "every rank's part, on all ranks"),
-        BenchOperation("reduce_scatter", _ring, _reduce_scatter, "sums of all ranks, a part of them on each"),
-        BenchOperation("all_to_all", _ring, _all_to_all, "a part of every rank for every rank"),
+        BenchOperation(
+            "all_reduce", lambda world: 2 * _ring(world), _all_reduce, "sums of all ranks, on all ranks", _coded_sum
+        ),
+        BenchOperation("all_gather", _ring, _all_gather, "every rank's part, on all ranks", _coded_gather),
+        BenchOperation(
+            *("reduce_scatter", _ring, _reduce_scatter, "sums of all ranks, a part of them on each"),
+            partial(_coded_exchange, add=True),
+        ),
+        BenchOperation(
+            *("all_to_all", _ring, _all_to_all, "a part of every rank for every rank"),
+            partial(_coded_exchange, add=False),
+        ),
         BenchOperation("broadcast", _once, _broadcast, "from the first rank to all"),
         BenchOperation("reduce", _once, _reduce, "sums of all ranks, on the first"),
         BenchOperation("pt2pt", _once, _pt2pt, "from rank 2k to rank 2k + 1, all pairs at once"),
@@ -166,14 +229,16 @@ def sweep(
     """Every operation at every size; one that the backend does not have is (its name, why)."""
     for name in names:
         operation = OPERATIONS[name]
+        prepare = operation.prepare if room.codec is None else operation.coded
+        assert prepare is not None, "operations without codes are not asked for them"
         try:
-            _finish(operation.prepare(room, room.elements(1))())
+            _finish(prepare(room, room.elements(1))())
         except (RuntimeError, ValueError, TypeError) as error:  # on all ranks alike: it was refused before any exchange
             yield name, str(error).splitlines()[0]
             continue
         for size in sizes:
             elements = room.elements(size)
-            call = operation.prepare(room, elements)
+            call = prepare(room, elements)
             comm.barrier(group=room.group)
             taken = slowest(seconds(call, room.device, trials=trials, warmups=warmups), room)
             nbytes = elements * room.dtype.itemsize

@@ -156,3 +156,8 @@ SIGN = SignCodec()
 def block_codec(form: str, block: int | None = None) -> BlockCodec:
     """The codec of a format, with its usual blocks if none is given."""
     return BlockCodec(form, BLOCKS[form] if block is None else block)
+
+
+def codec_of(name: str) -> Codec:
+    """The codec of this name: a format with its usual blocks, or signs."""
+    return SIGN if name == SIGN.name else block_codec(name)

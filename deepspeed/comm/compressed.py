@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepspeed.comm.codec import SIGN
 from deepspeed.comm.collectives import all_gather_into_tensor, all_to_all_single
+from deepspeed.comm.dispatch import DEFAULT, labelled
 from deepspeed.comm.groups import get_rank, get_world_size
 from deepspeed.errors import UsageError
 from deepspeed.ops.codecs import rows as numbers
@@ -84,7 +85,8 @@ def sign_mean(values: Sequence[Tensor], errors: Sequence[SignErrors], group: Any
         meant = rows.write(padded.view(ranks, rows.chunk), _scale(value))
         torch.sub(value, meant.view(-1)[: value.numel()], out=error.worker[: value.numel()])
     came = torch.empty_like(sent)
-    all_to_all_single(came, sent, group=group)
+    with labelled(DEFAULT.label, codec=SIGN.name):
+        all_to_all_single(came, sent, group=group)
     mine = sent.new_zeros(1, sent.shape[1])
     parts = zip(values, errors, _cut(came, sizes, chunks), _cut(mine, sizes, chunks), strict=True)
     for value, error, rows, own in parts:
@@ -95,7 +97,8 @@ def sign_mean(values: Sequence[Tensor], errors: Sequence[SignErrors], group: Any
         meant = own.write(mean.view(1, -1), _scale(mean[:length]))
         error.server[:length] = mean[:length] - meant.view(-1)[:length]
     everything = torch.empty_like(sent)
-    all_gather_into_tensor(everything.view(-1), mine.view(-1), group=group)
+    with labelled(DEFAULT.label, codec=SIGN.name):
+        all_gather_into_tensor(everything.view(-1), mine.view(-1), group=group)
     for value, rows in zip(values, _cut(everything, sizes, chunks), strict=True):
         whole = torch.empty(ranks, rows.chunk, dtype=torch.float32, device=value.device)
         numbers.signed(*rows.parts, whole)

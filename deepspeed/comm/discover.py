@@ -12,6 +12,7 @@ One that does not fit what else is known is ignored with a warning.
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 from collections.abc import Callable, Mapping
@@ -53,6 +54,12 @@ def number(env: Mapping[str, str], name: str) -> int | None:
     if (count := as_count(text)) is None:
         raise problem(env, (name,), "a whole number from 0 on is needed", f"Correct or unset {name}.")
     return count
+
+
+def local_ranks(unknown: int = 1) -> int:
+    """Ranks on this machine, as the launcher says; `unknown` if it does not."""
+    found = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
+    return int(found) if found.isdigit() and int(found) else unknown
 
 
 def as_count(text: str) -> int | None:

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as td
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.discover import local_ranks
 from deepspeed.comm.failure import FAILURES, explain
 from deepspeed.comm.operations import CommOperation, switched_off
 from deepspeed.comm.pending import CollectiveWork
 from deepspeed.comm.records import CollectiveFinished, Entry, GroupRecord, OperationRecord, outline, read, size_of
+from deepspeed.comm.traffic import link_bytes
 from deepspeed.comm.watch import HangSettings, Watch
 from deepspeed.comm.watch.threads import Finder, title_of
 from deepspeed.comm.watch.verdict import NO_VERDICT
@@ -63,10 +65,13 @@ class Dispatcher:
     """Runs operations, one sequence number per group and kind; keeps the last `CAPACITY` of them in a ring.
 
     `label` names what the next operations are about (a parameter, a module); `labelled()` sets it for a while.
-    It is one slot for all threads: a race can only mislabel a record.
+    It is one slot for all threads: a race can only mislabel a record. `codec` is what they are encoded in.
     """
 
-    __slots__ = ("_clock", "_note", "_push", "_ring", "_states", "_synchronize", "_world", "events", "label", "watch")
+    __slots__ = (
+        *("_clock", "_note", "_push", "_ring", "_states", "_synchronize", "_world"),
+        *("codec", "events", "label", "watch"),
+    )
 
     def __init__(
         self,
@@ -75,6 +80,7 @@ class Dispatcher:
     ) -> None:
         self.events = _Stream()
         self.label: str | None = None
+        self.codec: str | None = None
         self._clock = clock
         self._synchronize = synchronize
         self._ring: deque[Entry] = deque(maxlen=CAPACITY)
@@ -249,13 +255,13 @@ class Dispatcher:
         self, entry: Entry, args: tuple[Any, ...], size: int, async_op: bool, log: LogArguments
     ) -> tuple[Any, Callable[[], None] | None]:
         """Run synchronously and notify the listeners, now or (for free handles) when the handle has been waited for."""
-        operation = entry[1]
+        operation, codec = entry[1], self.codec
         self._synchronize()
         start = self._clock()
 
         def done() -> None:
             self._synchronize()
-            self._emit(entry, size, self._clock() - start, log)
+            self._emit(entry, size, self._clock() - start, log, codec)
 
         result = operation.call(*args)
         if operation.free and result is not None:
@@ -265,9 +271,10 @@ class Dispatcher:
         done()
         return result, None
 
-    def _emit(self, entry: Entry, size: int, duration: float, log: LogArguments) -> None:
-        sequence, operation, state, _, _, label, code, _, _ = entry
+    def _emit(self, entry: Entry, size: int, duration: float, log: LogArguments, codec: str | None) -> None:
+        sequence, operation, state, _, _, label, code, _, peer = entry
         prof, log_name, debug = log
+        between = (state.rank, peer) if operation.p2p and isinstance(peer, int) else state.ranks
         event = CollectiveFinished(
             op=operation.name,
             log_name=log_name,
@@ -278,6 +285,8 @@ class Dispatcher:
             sequence=sequence,
             caller=debug or code.co_name,
             prof=prof,
+            links=link_bytes(operation.name, size, between, local_ranks(unknown=td.get_world_size())),
+            codec=codec,
         )
         self.events.emit(event)
 
@@ -305,22 +314,27 @@ DEFAULT.watched()
 
 
 class labelled:
-    """Label the operations of a `with` block, for records and errors; labels nest."""
+    """Label the operations of a `with` block, for records and errors; labels nest.
 
-    __slots__ = ("_before", "_dispatcher", "_label")
+    `codec` is the name of what their messages are encoded in.
+    """
 
-    def __init__(self, label: str | None, dispatcher: Dispatcher = DEFAULT) -> None:
+    __slots__ = ("_before", "_codec", "_dispatcher", "_label")
+
+    def __init__(self, label: str | None, dispatcher: Dispatcher = DEFAULT, codec: str | None = None) -> None:
         self._label = label
         self._dispatcher = dispatcher
+        self._codec = codec
 
     def __enter__(self) -> None:
-        self._before = self._dispatcher.label
-        self._dispatcher.label = self._label
+        at = self._dispatcher
+        self._before = at.label, at.codec
+        at.label, at.codec = self._label, self._codec
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._dispatcher.label = self._before
+        self._dispatcher.label, self._dispatcher.codec = self._before
 
 
 def recent_operations() -> list[OperationRecord]:

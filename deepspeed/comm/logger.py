@@ -9,7 +9,17 @@ from typing import Any
 from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.groups import get_rank, is_initialized
 from deepspeed.comm.records import CollectiveFinished
-from deepspeed.comm.summary import as_dict, as_text, bandwidth, calc_bw_log, convert_size, stragglers, summarise
+from deepspeed.comm.summary import (
+    PLAIN,
+    Traffic,
+    as_dict,
+    as_text,
+    bandwidth,
+    calc_bw_log,
+    convert_size,
+    stragglers,
+    summarise,
+)
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.events import EventStream, Subscription
 from deepspeed.log import print_dist
@@ -51,6 +61,7 @@ class CommsLogger:
         self.verbose = False
         self.debug = False
         self.comms_dict: dict[str, dict[int, list[Any]]] = {}
+        self.traffic: Traffic = {}
         self._events = DEFAULT.events if events is None else events
         self._subscription: Subscription | None = None
 
@@ -92,6 +103,7 @@ class CommsLogger:
     def reset_data(self) -> None:
         """Forget everything recorded."""
         self.comms_dict.clear()
+        self.traffic.clear()
 
     def get_operation_names(self) -> list[str]:
         """The names under which operations were recorded."""
@@ -109,7 +121,7 @@ class CommsLogger:
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
     ) -> dict[str, Any] | None:
         """Print the summary, return it, or both; with `show_straggler` every rank must call this."""
-        summary = as_dict(self.comms_dict, self._stragglers() if show_straggler else None)
+        summary = as_dict(self.comms_dict, self.traffic, self._stragglers() if show_straggler else None)
         if print_log:
             sys.stdout.write(as_text(summary))
             sys.stdout.flush()
@@ -130,6 +142,10 @@ class CommsLogger:
         name = f"{event.log_name} | [Caller Func: {event.caller}]" if self.debug else event.log_name
         latency = event.duration * 1e3
         self._add(name, latency, event.bytes, *bandwidth(event.op, event.bytes, latency, event.group_size))
+        if event.links.total:
+            sums = self.traffic.setdefault(name, {}).setdefault(event.codec or PLAIN, [0, 0.0, 0.0])
+            for place, value in enumerate((1, *event.links)):
+                sums[place] += value
 
     def _add(self, name: str, latency: float, size: int, algorithm: float, bus: float) -> None:
         row = self.comms_dict.setdefault(name, {}).setdefault(size, [0, [], [], []])

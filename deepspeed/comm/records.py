@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed.comm.operations import CommOperation
+from deepspeed.comm.traffic import LinkBytes
 
 SHOWN = 8  # shapes kept of a list of tensors
 
@@ -66,6 +67,10 @@ class CollectiveFinished:
     sequence: int
     caller: str
     prof: bool
+    links: LinkBytes
+    """What a rank of the group sends within its node and to others."""
+    codec: str | None
+    """What the message is encoded in."""
 
 
 @dataclass(frozen=True, slots=True)

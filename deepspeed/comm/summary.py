@@ -73,6 +73,9 @@ def trimmed_mean(data: Sequence[float], trim: float = TRIM) -> float:
 # operation → message bytes → [count, latencies in ms, algorithm bandwidths, bus bandwidths in Gbit/s]
 Recorded = Mapping[str, Mapping[int, list[Any]]]
 Rows = dict[str, dict[int, dict[str, Any]]]
+# operation → codec → [count, bytes that a rank sent within nodes, between nodes]
+Traffic = dict[str, dict[str, list[float]]]
+PLAIN = "plain"  # what is not encoded
 
 _COLUMNS = (
     ("count", "Count", "d"),
@@ -88,6 +91,30 @@ _STRAGGLER_COLUMNS = (
     ("avg_comm_lat_ms", "Avg comm lat(ms)", ".2f"),
     ("avg_straggler_ms", "Avg straggler(ms)", ".2f"),
 )
+
+
+_TRAFFIC_COLUMNS = (
+    ("count", "Count", "d"),
+    ("within_node_str", "Within nodes", ""),
+    ("between_nodes_str", "Between nodes", ""),
+)
+
+
+def link_rows(traffic: Traffic) -> dict[str, dict[str, dict[str, Any]]]:
+    """What a rank sent to its node and to others, by operation and codec; the mean over the ranks of its groups."""
+    return {
+        op: {
+            codec: {
+                "count": int(count),
+                "within_node_bytes": round(within),
+                "between_nodes_bytes": round(between),
+                "within_node_str": convert_size(round(within)),
+                "between_nodes_str": convert_size(round(between)),
+            }
+            for codec, (count, within, between) in sorted(codecs.items())
+        }
+        for op, codecs in traffic.items()
+    }
 
 
 def summarise(sizes: Mapping[int, list[Any]]) -> dict[int, dict[str, Any]]:
@@ -146,10 +173,11 @@ def stragglers(recorded: Recorded) -> Rows:
     return rows
 
 
-def as_dict(recorded: Recorded, straggler: Rows | None) -> dict[str, Any]:
+def as_dict(recorded: Recorded, traffic: Traffic, straggler: Rows | None) -> dict[str, Any]:
     """The dict form of the summary."""
     return {
         "summary": {op: summarise(sizes) for op, sizes in recorded.items()},
+        "traffic": link_rows(traffic),
         "straggler_analysis": straggler,
         "metadata": {
             "world_size": get_world_size() if is_initialized() else 1,
@@ -166,15 +194,21 @@ def as_text(summary: Mapping[str, Any]) -> str:
     text = _table(summary["summary"], _COLUMNS)
     if summary["straggler_analysis"] is not None:
         text += "\n" + _table(summary["straggler_analysis"], _STRAGGLER_COLUMNS)
+    if summary["traffic"]:
+        text += "\n" + _table(summary["traffic"], _TRAFFIC_COLUMNS, "Codec")
     return text
 
 
-def _table(rows: Rows, columns: tuple[tuple[str, str, str], ...]) -> str:
-    titles = ("Comm. Op", "Message Size", *(title for _, title, _ in columns))
+def _table(
+    rows: Mapping[str, Mapping[Any, Mapping[str, Any]]],
+    columns: tuple[tuple[str, str, str], ...],
+    second: str = "Message Size",
+) -> str:
+    titles = ("Comm. Op", second, *(title for _, title, _ in columns))
     lines = ["".join(f"{title:<20}" for title in titles)]
     for op, sizes in rows.items():
         lines.append(op)
-        for row in sizes.values():
-            cells = (f"{row[key]:{form}}" for key, _, form in columns)
-            lines.append(f"{'':<20}{row['msg_size_str']:<20}" + "".join(f"{cell:<20}" for cell in cells))
+        for key, row in sizes.items():
+            cells = (row.get("msg_size_str", key), *(f"{row[key]:{form}}" for key, _, form in columns))
+            lines.append(f"{'':<20}" + "".join(f"{cell:<20}" for cell in cells))
     return "\n".join(line.rstrip() for line in lines) + "\n"

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.discover import local_ranks
 from deepspeed.config.inference import AllocationMode, DSStateManagerConfig
 from deepspeed.config.memory import size_text
 from deepspeed.errors import UsageError
 from deepspeed.generate.blocks import CacheGroup
 from deepspeed.ops.generate.pages import copy_blocks
-from deepspeed.parallel.hierarchy import local_ranks
 
 _USUAL = 0.25
 """Length of a usual sequence, as a part of the longest."""

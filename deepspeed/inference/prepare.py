@@ -15,6 +15,7 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.pretrained import Empty, fill, take_place, values_from
+from deepspeed.comm.discover import local_ranks
 from deepspeed.config.inference import DeepSpeedInferenceConfig, QuantTypeEnum, WeightQuantConfig
 from deepspeed.config.memory import MemoryConfig
 from deepspeed.config.parallel import TPTrainingConfig
@@ -31,7 +32,6 @@ from deepspeed.memory.streaming import StreamSettings, StreamUnit, WeightStream,
 from deepspeed.moe.auto_ep import spread_blocks
 from deepspeed.moe.placement import cuts_of_experts, spread_experts
 from deepspeed.parallel import ParallelLayout
-from deepspeed.parallel.hierarchy import local_ranks
 from deepspeed.parallel.regions import GroupMembers, RankGroup
 from deepspeed.parallel.rng import sync_generators
 from deepspeed.precision.cast import cast_module

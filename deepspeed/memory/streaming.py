@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.comm.discover import local_ranks
 from deepspeed.config.memory import AioConfig, MemoryConfig, size_text
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import log_dist
@@ -29,7 +30,6 @@ from deepspeed.memory.copy_stream import PendingCopy, copy_stream_for
 from deepspeed.memory.host import host_empty
 from deepspeed.memory.tier import SwapFile, file_engine
 from deepspeed.ops.aio import FileTicket
-from deepspeed.parallel.hierarchy import local_ranks
 
 _ALIGNMENT = 256
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

@@ -35,12 +35,6 @@ def ranks_per_node(world: int, given: int | None = None, environ: Mapping[str, s
     return count
 
 
-def local_ranks(unknown: int = 1) -> int:
-    """Ranks on this machine, as whoever started them says; `unknown` where nobody does."""
-    found = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
-    return int(found) if found.isdigit() and int(found) else unknown
-
-
 def split(axis: Axis, size: int) -> AxisLevels:
     """Neighbours in runs of `size`, and the ranks with the same place in each run."""
     if size < 1 or axis.size % size:

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.discover import local_ranks
 from deepspeed.errors import FeatureUnavailable, LayoutError
 from deepspeed.log import logger, warn_once
-from deepspeed.parallel.hierarchy import local_ranks
 
 
 class RankOrder(DistributedSampler[Any]):

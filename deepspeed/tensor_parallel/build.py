@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import comm
+from deepspeed.comm.discover import local_ranks
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.config.schema import Schema
 from deepspeed.errors import UsageError
 from deepspeed.log import log_dist
 from deepspeed.parallel import AxisGroup
-from deepspeed.parallel.hierarchy import local_ranks
 from deepspeed.parallel.process_groups import ranks_of
 from deepspeed.parallel.regions import GroupMembers, RankGroup
 from deepspeed.parallel.rng import sync_generators

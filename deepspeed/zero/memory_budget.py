@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from deepspeed.comm.discover import local_ranks
 from deepspeed.config.schema import Schema
 from deepspeed.memory.budget import DEVICE, MOMENTS, PARAMETERS, Spread, TierPlan, Widths, plan_states, show
 from deepspeed.memory.tier import AT_HOME, Tier
 from deepspeed.ops.moments import MomentKeeper
 from deepspeed.parallel import AxisGroup
-from deepspeed.parallel.hierarchy import local_ranks
 from deepspeed.precision.policy import Precision
 from deepspeed.zero.agreement import RankAgreement
 from deepspeed.zero.parameters.sharding import numel_of

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.comm import Pending
+from deepspeed.comm.discover import local_ranks
 from deepspeed.comm.pending import AllOf
 from deepspeed.config.zero import DeepSpeedZeroOffloadParamConfig
 from deepspeed.errors import DeepSpeedConfigError
@@ -29,7 +30,6 @@ from deepspeed.memory.tier import (
     file_engine,
 )
 from deepspeed.ops.aio import FileEngine
-from deepspeed.parallel.hierarchy import local_ranks
 from deepspeed.zero.birth.placement import rank_device
 from deepspeed.zero.memory_budget import Budgeted, tile_of
 from deepspeed.zero.parameters.gather import Gather

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch.distributed as td
 from torch.distributed import distributed_c10d as c10d
 
+from deepspeed.comm.discover import local_ranks
 from deepspeed.comm.records import Entry
 from deepspeed.comm.verdict_pipe import tell_launcher
 from deepspeed.comm.watch.call_log import CallLog
@@ -209,8 +210,7 @@ class Watcher:
 
     def _settling(self) -> bool:
         """Whether ranks of this host may still have to find each other."""
-        here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
-        known = len(self.neighbours) + 1 >= (int(here) if here.isdigit() else td.get_world_size())
+        known = len(self.neighbours) + 1 >= local_ranks(unknown=td.get_world_size())
         return not known and self._reporter.neighbours is not None and time.monotonic() < self._began + _SETTLING
 
     def _shortest(self) -> float:

@@ -178,7 +178,7 @@ class CodedReduction:
         """Send each rank of a group its codes; `then` gets the sum of those that came for `mine`."""
         comes, ranks = sum(mine.nbytes(self.codec)), len(sizes)
         received = message.new_empty(ranks * comes)
-        with comm.labelled(f"{self.codec.name} codes of gradients"):
+        with comm.labelled(f"{self.codec.name} codes of gradients", codec=self.codec.name):
             work = comm.all_to_all_single(received, message, [comes] * ranks, sizes, group=group, async_op=True)
 
         def finish(codes: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class CodedGather:
         gathered, work = mine, None
         if axis.size > 1:
             gathered = mine.new_empty(axis.size * mine.numel())
-            with comm.labelled(f"{codec.name} codes of {shards[0].name} … {shards[-1].name}"):
+            with comm.labelled(f"{codec.name} codes of {shards[0].name} … {shards[-1].name}", codec=codec.name):
                 work = comm.all_gather_into_tensor(gathered, mine, group=axis.group, async_op=True)
 
         def unpack(rows: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class CodedBlockGather:
     @torch.no_grad()
     def start(self, shards: Sequence[FlatBlocks], serves: GatherFor) -> None:
         for each in shards:
-            with comm.labelled(f"{self.codec.name} codes of {each.name}"):
+            with comm.labelled(f"{self.codec.name} codes of {each.name}", codec=self.codec.name):
                 self._one(each)
             each.pending = Pending(None)
 

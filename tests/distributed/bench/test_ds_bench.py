@@ -10,6 +10,7 @@ import torch
 from deepspeed import comm
 from deepspeed.bench import ds_bench
 from deepspeed.bench.operations import OPERATIONS, BenchSetting, Sample, sweep
+from deepspeed.comm.codec import codec_of
 from tests.distributed.launcher.launched import Launched
 from tests.harness import ranks
 
@@ -54,6 +55,26 @@ def test_every_operation_moves_what_it_says():
             assert [tensor.tolist() for tensor in TENSORS] == expected[name], name
 
 
+@ranks(2)
+def test_codes_move_what_tensors_do():
+    world, rank = comm.get_world_size(), comm.get_rank()
+    codec = codec_of("int8")
+    here = Written(None, world, rank, torch.float32, torch.device("cpu"), codec=codec)
+    expected = {"all_reduce": [1.0, 2.0], "all_gather": [1.0, 2.0], "reduce_scatter": [3.0], "all_to_all": [1.0, 2.0]}
+    assert set(expected) == {name for name, operation in OPERATIONS.items() if operation.coded is not None}
+    for name, values in expected.items():
+        TENSORS.clear()
+        sent = []
+        with comm.dispatcher.events.subscribe(comm.CollectiveFinished, sent.append):
+            OPERATIONS[name].coded(here, 1000 * world)()
+        each = torch.tensor(values).repeat_interleave(1000)
+        torch.testing.assert_close(TENSORS[-1].view(-1), each, rtol=1e-5, atol=0)
+        rows = {"all_reduce": [2, 1], "all_gather": [1], "reduce_scatter": [2], "all_to_all": [2]}[name]
+        assert [event.bytes for event in sent] == [count * codec.nbytes(1000) for count in rows]
+    found = list(sweep(["all_reduce"], [64], room(codec=codec_of("sign")), trials=1, warmups=1))
+    assert [type(each) for each in found] == [Sample]
+
+
 @ranks(3)
 def test_a_sweep_has_every_size_of_every_operation():
     names = list(OPERATIONS)
@@ -96,6 +117,7 @@ def test_the_program_starts_its_ranks(tmp_path):
         "device": "cpu",
         "dtype": "float32",
         "trials": 2,
+        "codec": None,
     }
     assert [(each["operation"], each["nbytes"]) for each in told["results"]] == [
         ("broadcast", 1024),

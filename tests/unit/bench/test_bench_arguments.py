@@ -38,6 +38,10 @@ def test_ranks_get_the_options_of_the_command(smallest, more, factor, chosen):
         (["--factor", "1"], "expected 2 or more"),
         (["--trials", "0"], "from 1 up"),
         (["--dtype", "float31"], "invalid choice: 'float31'"),
+        (["--codec", "int7"], "invalid choice: 'int7'"),
+        (["--codec", "int8", "--broadcast"], "broadcast sends no codes; choose among all_reduce, all_gather"),
+        (["--codec", "int8", "--dtype", "int32"], "found --dtype int32"),
+        (["--codec", "int8", "--async-op"], "cannot be combined with --async-op"),
         (["--plot", "picture.jpeg"], "ends with .png, .svg, .pdf"),
         (["--plot", "/no/such/folder/picture.png"], "there is no folder /no/such/folder"),
     ],
@@ -79,7 +83,15 @@ def test_bus_bandwidth_is_what_a_rank_sends(world):
 def test_json_is_in_bytes_per_second():
     told = as_json([Sample("all_reduce", 1024, 1e-6, 1.024e9, 1.536e9)], {"reduce": "not there"}, SETTING)
     assert json.loads(json.dumps(told)) == {
-        "setting": {"ranks": 4, "hosts": 2, "backend": "gloo", "device": "cpu", "dtype": "float32", "trials": 3},
+        "setting": {
+            "ranks": 4,
+            "hosts": 2,
+            "backend": "gloo",
+            "device": "cpu",
+            "dtype": "float32",
+            "trials": 3,
+            "codec": None,
+        },
         "results": [{"operation": "all_reduce", "nbytes": 1024, "seconds": 1e-6, "algorithm": 1.024e9, "bus": 1.536e9}],
         "unavailable": {"reduce": "not there"},
     }

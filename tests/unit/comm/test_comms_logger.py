@@ -5,11 +5,13 @@ import itertools
 import pytest
 import torch
 
-from deepspeed.comm import CommsLogger, Dispatcher
+from deepspeed.comm import CommsLogger, Dispatcher, labelled
 from deepspeed.comm.operations import CommOperation
+from deepspeed.comm.records import GroupRecord
 from deepspeed.errors import DeepSpeedConfigError
 
 REDUCE = CommOperation("all_reduce", lambda *args: None)
+SEND = CommOperation("send", lambda *args: None, p2p=True, peer=1)
 BARRIER = CommOperation("barrier", lambda *args: None)
 
 
@@ -146,7 +148,7 @@ def test_dict_form(single):
     logger = CommsLogger()
     logger.append("all_reduce", "all_reduce", 1.0, 8)
     summary = logger.log_all(print_log=False, return_dict=True)
-    assert set(summary) == {"summary", "straggler_analysis", "metadata"}
+    assert set(summary) == {"summary", "traffic", "straggler_analysis", "metadata"}
     assert summary["straggler_analysis"] is None
     assert (summary["metadata"]["world_size"], summary["metadata"]["rank"]) == (1, 0)
     assert set(summary["metadata"]) == {"world_size", "rank", "timestamp"}
@@ -159,6 +161,38 @@ def test_dict_form(single):
         "msg_size_bytes",
         "msg_size_str",
     }
+
+
+def test_bytes_by_link_and_codec(monkeypatch, capsys):
+    """Of rank 1 of 8 on 2 nodes: the operations of a made-up group, by what they are encoded in."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
+    dispatcher = Dispatcher(clock=lambda: 0.0, synchronize=lambda: None)
+    dispatcher._world = GroupRecord("world", tuple(range(8)), 1, "none", {})
+    logger = CommsLogger(dispatcher.events)
+    logger.update(enabled=True)
+    call(dispatcher, size=800)
+    with labelled("weights", dispatcher, codec="int8"):
+        call(dispatcher, size=400)
+    dispatcher.run(SEND, (None, 2), torch.zeros(64), None, False, (False, "send", None))
+    dispatcher.run(SEND, (None, 5), torch.zeros(64), None, False, (False, "send", None))
+    logger.update(enabled=False)
+    found = logger.log_all(return_dict=True)["traffic"]
+    assert found["all_reduce"]["plain"] == {
+        "count": 1,
+        "within_node_bytes": 1050,  # 6 of 8 links of the ring, each 2 · 7/8 · 800
+        "between_nodes_bytes": 350,
+        "within_node_str": "1.03 KB",
+        "between_nodes_str": "350.0 B",
+    }
+    assert found["all_reduce"]["int8"]["between_nodes_bytes"] == 175
+    assert (found["send"]["plain"]["within_node_bytes"], found["send"]["plain"]["between_nodes_bytes"]) == (128, 128)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if line.split()[:1] == ["int8"]] == [
+        ["int8", "1", "525.0", "B", "175.0", "B"]
+    ]
+    logger.reset_data()
+    assert logger.log_all(print_log=False, return_dict=True)["traffic"] == {}
 
 
 def test_an_empty_log_says_so(clean_env, capsys):
