@@ -28,7 +28,7 @@ _MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
-class Replica:
+class EqualCopies:
     """A tensor of which the ranks of an axis hold equal copies."""
 
     axis: AxisGroup
@@ -51,22 +51,22 @@ def states_of(parts: Parts, group: ShardGroup, piece: StatePiece) -> Iterator[tu
             yield f"{key} of {piece.name}", value.detach()
 
 
-def replicas(parts: Parts) -> Iterator[Replica]:
+def replicas(parts: Parts) -> Iterator[EqualCopies]:
     """Everything that is equal on several ranks: whole parameters, replicated states, numbers of the optimizer."""
     optimizer, states = parts.basic_optimizer, parts.states
     apart = isinstance(optimizer, OneBitOptimizer)  # its errors, and for a while its parameters, are those of a rank
     for name, param in () if apart else parts.module.named_parameters():
         shard, axis = shard_of(param), parts.lies_on(param)
         if axis.size > 1 and (shard is None or (shard.persistent and shard.whole)):
-            yield Replica(axis, name, plain_data(param).detach())
+            yield EqualCopies(axis, name, plain_data(param).detach())
     for group in states.groups if states is not None and not apart else ():
-        axis = group.placement.replicate
-        if axis is not None and axis.size > 1:
+        copies = group.placement.replicate
+        if copies is not None and copies.size > 1:
             for piece in group.pieces:
-                yield from (Replica(axis, name, tensor) for name, tensor in states_of(parts, group, piece))
+                yield from (EqualCopies(copies, name, tensor) for name, tensor in states_of(parts, group, piece))
     if parts.layout.samples.size > 1:
         for name, number in _numbers(parts):
-            yield Replica(parts.layout.samples, name, torch.tensor(number, dtype=torch.float64))
+            yield EqualCopies(parts.layout.samples, name, torch.tensor(number, dtype=torch.float64))
 
 
 def _numbers(parts: Parts) -> Iterator[tuple[str, float]]:
@@ -81,7 +81,7 @@ def _numbers(parts: Parts) -> Iterator[tuple[str, float]]:
 
 def compare_replicas(parts: Parts) -> list[Finding]:
     """Findings of copies that differ; on all ranks together, one exchange for each axis where nothing differs."""
-    axes: dict[tuple[int, ...], list[Replica]] = {}
+    axes: dict[tuple[int, ...], list[EqualCopies]] = {}
     for each in replicas(parts):
         axes.setdefault(each.axis.ranks, []).append(each)
     found: list[Finding] = []

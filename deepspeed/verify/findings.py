@@ -54,5 +54,5 @@ def first_of(
     if not count:
         return None
     index = int(wrong.reshape(-1).to(torch.uint8).argmax())
-    values = (each.reshape(-1)[index].item() for each in (found, expected))
-    return Finding(rank, tensor, *values, source, place_of(index, shape), count)
+    values = found.reshape(-1)[index].item(), expected.reshape(-1)[index].item()
+    return Finding(rank, tensor, values[0], values[1], source, place_of(index, shape), count)

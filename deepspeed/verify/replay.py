@@ -44,7 +44,7 @@ class ReplayReport:
 
 
 def record(
-    folder: str,
+    folder: str | os.PathLike[str],
     rank: int,
     facts: StepFacts,
     samples: Sequence[SampledUpdate],

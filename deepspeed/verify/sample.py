@@ -118,9 +118,9 @@ class SampledUpdate:
         gradient = self.gradient.double() * facts.factor
         results = updated(self.formula, self.before["parameter"], gradient, states, self.step, self.options)
         for key, result in results.items():
-            found = self.after.get(key)
-            if found is None:
+            if key not in self.after:
                 continue
+            found = self.after[key]
             wrong = result.differs(found, torch.finfo(found.dtype).eps)
             finding = self._finding(wrong, found, result.value, _called(key), f"the formula of {self.formula}")
             if finding is not None:
