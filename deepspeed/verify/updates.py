@@ -21,10 +21,10 @@ from deepspeed.zero.public.access import safe_get_full_optimizer_state
 if TYPE_CHECKING:
     from deepspeed.runtime.parts import Parts
 
-LARGEST = 1 << 26
-"""Elements of a parameter above which it is not sampled."""
-_BUCKET = 1 << 24
-"""Elements of a bucket whose sums are compared."""
+_MOST = 1 << 24
+"""Elements of a parameter above which it is never sampled, and of a bucket whose sums are compared."""
+_FREE, _SHARE = 1 << 16, 32
+"""Up to so many are sampled in any model, else the share of the model: a check must cost little beside n steps."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class Trained:
 def trained(parts: Parts) -> list[Trained]:
     """All of them that are small enough, in the same order on all ranks of an axis."""
     groups = [] if parts.states is None else parts.states.groups
-    each = (Trained(group, place) for group in groups for place in range(len(group.params)))
-    return [one for one in each if one.param.requires_grad and one.numel <= LARGEST]
+    every = [Trained(group, place) for group in groups for place in range(len(group.params))]
+    limit = min(max(_FREE, sum(each.numel for each in every) // _SHARE), _MOST)
+    return [each for each in every if each.param.requires_grad and each.numel <= limit]
 
 
 class SampledUpdates:
@@ -77,7 +78,7 @@ class SampledUpdates:
             return []
         chosen = {id(each.param) for each in self._chosen}
         members = {id(entry.param) for entry in buckets[turn % len(buckets)]} - chosen
-        found, room = [], _BUCKET
+        found, room = [], _MOST
         for each in everything:
             if id(each.param) in members and each.numel <= room:
                 room -= each.numel
