@@ -222,6 +222,11 @@ def _codecs(config: Schema) -> Iterator[str]:
             f"zero_optimization.zero_hpz_partition_size: {zero.zero_hpz_partition_size} ranks are to share copies of "
             f"sharded parameters, which zero_optimization.stage 3 alone has, found stage {stage}; remove the key"
         )
+    if zero.zero_quantized_nontrainable_weights and stage < 3:
+        yield (
+            "zero_optimization.zero_quantized_nontrainable_weights: frozen weights can rest as codes where they are "
+            f"sharded, at zero_optimization.stage 3, found stage {stage}; remove the key"
+        )
     if zero.zero_hpz_partition_size > 1 and zero.mics_shard_size > 0:
         yield (
             "zero_optimization.zero_hpz_partition_size, zero_optimization.mics_shard_size: both keep parameters among "

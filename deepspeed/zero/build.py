@@ -36,7 +36,7 @@ from deepspeed.zero.gradients.sign_reduction import SignReduction
 from deepspeed.zero.gradients.sparse import embedding_parameters
 from deepspeed.zero.memory_budget import Budgeted
 from deepspeed.zero.offload import gather_from, remotes_of, reserve, store_of, tiers_of, uses_disk
-from deepspeed.zero.parameters.coded import CodedBlockGather, CodedGather, travels_coded
+from deepspeed.zero.parameters.coded import CodedBlockGather, CodedGather, RestingWeights, travels_coded
 from deepspeed.zero.parameters.coordinator import FetchCoordinator
 from deepspeed.zero.parameters.fetch_plan import FetchLimits
 from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
@@ -131,6 +131,8 @@ class ZeroModel:
     hooks: ModuleHooks | None = None
     remote: ChunkTier | None = None
     """Where parameters live between their uses; None: on the device."""
+    resting: RestingWeights | None = None
+    """Weights that are frozen, where the config says that they rest as codes."""
     reductions: Mapping[Placement, Reduction] = field(default_factory=dict)
     """How gradients are reduced, in the order in which placements were first used."""
 
@@ -234,7 +236,7 @@ class StateBuilder:
         check_size(self.measure.axis, int(zero.zero_hpz_partition_size))
         if zero.stage > 0 and (size > 1 or self.remotes is not None):
             _refuse_torch_muon(self.optimizer)
-        if zero.stage == 3 and (size > 1 or self.remotes is not None):
+        if zero.stage == 3 and (size > 1 or self.remotes is not None or zero.zero_quantized_nontrainable_weights):
             return self._shard_parameters()
         if size > 1 and zero.stage > 0 and self.optimizer is not None:
             return self._taken(placed(ranks_of, self._placement), self._resident)
@@ -334,7 +336,12 @@ class StateBuilder:
         next((placements(param) for param in self.module.parameters() if measure.ranks_of(param) is measure.axis), None)
         make = partial(StripedGroup, arrived=coordinator.gradient_arrived if hooks.handles else None)
         sharded = self._taken(placements, make, fetching)
-        return replace(sharded, remote=None if self.remotes is None else self.remotes.remote)
+        quantised = self.schema.zero_optimization.zero_quantized_nontrainable_weights
+        return replace(
+            sharded,
+            remote=None if self.remotes is None else self.remotes.remote,
+            resting=RestingWeights(self.module, weight_codec(self.schema)) if quantised else None,
+        )
 
     def _taken(
         self, axis_of: AxisOf, make: Make, fetching: tuple[FetchCoordinator, ModuleHooks] | None = None
@@ -423,9 +430,12 @@ class StateBuilder:
         for each in shards:
             each.strict = zero.enable_sanity_checks
             each.gather = way if each.remote is None else far
-        copies = near_copies(shards, int(zero.zero_hpz_partition_size))
         total = int(zero.model_persistence_threshold) // axes.levels(self.measure.axis)[0].size
-        gather(persist(shards, int(zero.param_persistence_threshold), total))
+        missing = persist(shards, int(zero.param_persistence_threshold), total)
+        if zero.zero_quantized_nontrainable_weights:
+            RestingWeights(module, weight_codec(schema)).take()
+        copies = near_copies(shards, int(zero.zero_hpz_partition_size))
+        gather(missing)
         passes = FetchSchedule(
             self.agreement,
             FetchLimits(self._ahead(), live=int(zero.max_live_parameters), reuse=int(zero.max_reuse_distance)),

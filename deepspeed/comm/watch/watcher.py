@@ -336,7 +336,10 @@ class Watcher:
             still = [*active_calls(self._finders), *(last_launched(self._entries()) if found["ranks"] else ())]
             # A call that has failed meanwhile cut the inquiry short, and gets a verdict of its own.
             if one.key in {other.key for other in still} and self._jobs.empty():
-                logger.warning("%s has not completed for %.0f s: %s", one.call, age, found["text"])
+                found_text = found["text"]
+                logger.warning(
+                    "%s has not completed for %.0f s: %s", one.call, age, found_text, extra={"event": "hang"}
+                )
 
     def _give_up(self, one: ActiveCall, age: float) -> None:
         """End what a device would wait for until torch ends the process without a message."""
