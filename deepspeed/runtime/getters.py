@@ -65,6 +65,7 @@ GETTERS: dict[str, str] = {
     "torch_autocast_lower_precision_safe_modules": "schema.torch_autocast.lower_precision_safe_modules",
     "use_node_local_storage": "schema.checkpoint.use_node_local_storage",
     "zenflow_config": "schema.zero_optimization.zenflow",
+    "sparse_gradients_enabled": "schema.sparse_gradients",
     "mics_shard_size": "schema.zero_optimization.mics_shard_size",
     "zero_hpz_partition_size": "schema.zero_optimization.zero_hpz_partition_size",
     "zero_multi_rank_bucket_allreduce": "schema.zero_optimization.use_multi_rank_bucket_allreduce",
@@ -108,7 +109,9 @@ def _join_again(engine: Any) -> None:
     """Join layers that were converted after `initialize`."""
     routing, pacing = engine._config.schema.data_efficiency.random_ltd, engine._parts.pacing
     if routing is not None and pacing is not None:
-        pacing.tokens = join_layers(engine.module, routing, engine.train_batch_size())
+        kind = engine._parts.kind
+        here = None if kind.whole else [number for number, _ in kind.blocks().here]
+        pacing.tokens = join_layers(engine.module, routing, engine.train_batch_size(), here)
 
 
 def _paced(engine: Any, name: str) -> Any:
