@@ -258,6 +258,12 @@ def _codecs(config: Schema) -> Iterator[str]:
         )
 
 
+def _verify(config: Schema) -> Iterator[str]:
+    verify = config.verify
+    if verify.action == "save" and verify.replay is None:
+        yield "verify.action: 'save' records the step, but verify.replay names no folder; give one, or use 'stop'"
+
+
 _RULES = (
     _codecs,
     _precision,
@@ -269,6 +275,7 @@ _RULES = (
     _one_bit,
     _experts,
     _elastic_batch_sizes,
+    _verify,
 )
 
 
