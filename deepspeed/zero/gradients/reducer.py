@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm import Pending
+from deepspeed.errors import UsageError
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.zero.agreement import STEP, RankAgreement, digest
 from deepspeed.zero.gradients.bucket import Bucket, BucketsInFlight, LateMean, late_packs
@@ -105,7 +106,8 @@ class GradientReducer:
         self._unused: frozenset[int] = frozenset()
         self._guessed = True
         self._proposals = self._patience = 0
-        self._buckets: list[list[BucketEntry]] = []
+        self.buckets: list[list[BucketEntry]] = []
+        """Gradients that travel together, in the order of leaving; none where no other rank has any."""
         self._flights: BucketsInFlight | ReplicatedInFlight = (
             BucketsInFlight(self._landed) if replicated is None else ReplicatedInFlight()
         )
@@ -193,8 +195,8 @@ class GradientReducer:
         packed = pack_buckets(self._order, sizes, kinds, self._ways.limit, unused=self._unused, first=self._ways.first)
         packed.sort(key=lambda numbers: kinds[numbers[0]][1])
         kept = sum(kinds[numbers[0]][1] for numbers in packed)
-        self._buckets = [[self._entries[number] for number in numbers] for numbers in packed]
-        self._flights.carry(self._buckets)
+        self.buckets = [[self._entries[number] for number in numbers] for numbers in packed]
+        self._flights.carry(self.buckets)
         self._version += 1
         largest = max((sum(sizes[number] for number in numbers) for numbers in packed), default=0)
         budget = sum(sizes) if whole else _WAITING * largest  # what is summed in place leaves when it is complete
@@ -207,8 +209,15 @@ class GradientReducer:
         return id(param) in self._had
 
     def note_gradient(self, param: nn.Parameter) -> None:
-        """A gradient of the parameter was given by other means than a backward."""
+        """A gradient of the parameter is given by other means than a backward."""
         if id(param) in self._number:
+            entry = self._entries[self._number[id(param)]]
+            if any(name == entry.name for name, _ in entry.reduction.local):
+                raise UsageError(
+                    f"the gradient of {entry.name} cannot be set in this step: the optimizer exchanges signs of "
+                    "momenta, and gradients stay on the ranks that computed them. Change it in a hook of the "
+                    "parameter (register_hook), or use zero_optimization.stage 0"
+                )
             self._had.add(id(param))
             self._absent = None
 
@@ -324,6 +333,7 @@ class GradientReducer:
             if piece.picked is not None:
                 piece.picked = piece.picked * factor
         whole = [grad for group in self._groups() for grad in group.whole_gradients()]
+        whole += [grad for reduction in self._reductions for grad in reduction.local.values()]
         scale_([grad for grad in (*held, *whole) if grad is not None], factor)
 
     def forget(self) -> None:
@@ -337,6 +347,8 @@ class GradientReducer:
         self._absent = None
         self._launched = False
         self._flights.drop()
+        for reduction in self._reductions:
+            reduction.local.clear()
         for group in self._groups():
             for piece in group.pieces:
                 piece.gradient = piece.picked = None
@@ -378,7 +390,7 @@ class GradientReducer:
         if learned.version != self._version:
             learned.version, learned.places, known = self._version, [], learned.positions
             if len(known) == len(self._entries):  # else others are trained now: everything leaves at the end
-                last = (max(known[self._number[id(p.param)]] for p in bucket) for bucket in self._buckets)
+                last = (max(known[self._number[id(p.param)]] for p in bucket) for bucket in self.buckets)
                 learned.places = list(accumulate(last, max))
         return bisect_right(learned.places, step)
 
@@ -387,7 +399,7 @@ class GradientReducer:
     @torch.no_grad()
     def _launch(self, place: int) -> None:
         self._launched = True
-        bucket = self._buckets[place]
+        bucket = self.buckets[place]
         self._had.update(self._flights.send(place, partial(self._ask_whole, bucket)))
         if not self._ways.overlap or (self._ways.strict and bucket[0].device.type == "cpu"):
             self.land()
@@ -436,7 +448,7 @@ class GradientReducer:
         if bool((said[:, 1] != said[0, 1]).any()):
             had = self._agreement.union(had, count)
         if bool(said[:, 2].any()):
-            late = self._agreement.union(late, len(self._buckets))
+            late = self._agreement.union(late, len(self.buckets))
         order = self._agreement.broadcast_numbers(order or (), count) if bool(said[0, 3]) else None
         departures.late.clear()
         for place in sorted(late):

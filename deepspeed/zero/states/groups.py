@@ -582,10 +582,11 @@ def _stash(shard: Shard, arrived: Callable[[Shard], None] | None) -> None:
 def _take(shard: Shard) -> Tensor | None:
     """The whole gradient of a parameter, wherever it waits; it is forgotten there."""
     waiting, shard.gradient = shard.gradient, None
-    grad = plain_grad(shard.param)
+    param = shard.param
+    grad = plain_grad(param)
     if grad is None:
         return waiting
-    set_plain_grad(shard.param, None)
+    set_plain_grad(param, None)
     if grad.numel() != shard.numel:
         raise UsageError(used_while_empty(shard.name))
     return grad if waiting is None else waiting.add_(grad)
