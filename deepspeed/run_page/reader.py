@@ -142,7 +142,7 @@ def _text(value: object) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", "\ufffd", str(value))[:_TEXT]
 
 
-class Columns:
+class RunColumns:
     """Records as columns of numbers and a list of marks: what the page draws."""
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ class Columns:
         self.marks: list[dict[str, Any]] = []
         self._step: float = 0
 
-    def add(self, records: list[dict[str, Any]]) -> Columns:
+    def add(self, records: list[dict[str, Any]]) -> RunColumns:
         """Take records in the order of writing."""
         for record in records:
             kind = record["kind"]
@@ -241,17 +241,17 @@ class RunFiles:
         return sorted(self._files)
 
     def read(self, rank: int | None = None, cursor: Cursor = Cursor(), limit: int | None = None) -> dict[str, Any]:
-        """Columns of a rank, by default the first, after a cursor."""
+        """RunColumns of a rank, by default the first, after a cursor."""
         path = self._files[self.ranks[0] if rank is None else rank]
         records, after = RankReader(path).read(cursor, limit)
-        return {**Columns().add(records).as_dict(), "cursor": str(after), "count": len(records)}
+        return {**RunColumns().add(records).as_dict(), "cursor": str(after), "count": len(records)}
 
     def lanes(self, steps: int = 64, size: int = 1 << 14) -> dict[str, Any]:
         """Busy milliseconds (forward and backward without waiting) of every rank in the last steps."""
         rows: dict[int, dict[float, float]] = {}
         marks: list[dict[str, Any]] = []
         for rank in self.ranks:
-            found = Columns().add(RankReader(self._files[rank]).tail(size))
+            found = RunColumns().add(RankReader(self._files[rank]).tail(size))
             marks += [{**each, "rank": rank} for each in found.marks if rank != self.ranks[0]][-8:]
             times = zip(found.columns["step"], found.phases["forward"], found.phases["backward_inner"], strict=True)
             rows[rank] = {at: (one or 0) + (other or 0) for at, one, other in times if at is not None}

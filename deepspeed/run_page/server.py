@@ -9,7 +9,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from deepspeed.run_page.reader import Cursor, RunFiles, runs_of
@@ -60,7 +60,7 @@ class RunPageServer(ThreadingHTTPServer):
     """Serves a page until `shutdown`; elsewhere than on loopback every request needs the token."""
 
     daemon_threads = True
-    request_queue_size: ClassVar[int] = 64
+    request_queue_size = 64
 
     def __init__(self, page: RunPage, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
         self.page = page

@@ -15,14 +15,7 @@ def raw(base):
             {"ph": "M", "name": "process_name", "pid": 77, "tid": 0, "args": {"name": "python"}},
             {"ph": "X", "name": "aten::mm", "pid": 77, "tid": 1, "ts": 5.0, "dur": 2.0},
             {"ph": "s", "name": "flow", "id": 4, "pid": 77, "tid": 1, "ts": 5.0},
-            {
-                "ph": "i",
-                "name": "[memory]",
-                "pid": 77,
-                "tid": 1,
-                "ts": 6.0,
-                "args": {"Device Type": 0, "Total Allocated": 9},
-            },
+            {"ph": "i", "name": "[memory]", "pid": 77, "tid": 1, "ts": 6.0, "args": told},
         ],
     }
 

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from deepspeed.monitor.event_file import LONGEST, EventFile
-from deepspeed.run_page.reader import Columns, Cursor, RankReader, RunFiles, find_runs, runs_of
+from deepspeed.run_page.reader import Cursor, RankReader, RunColumns, RunFiles, find_runs, runs_of
 from tests.run_files import HOSTILE, write_run
 
 
@@ -35,7 +35,7 @@ def test_what_a_writer_writes_is_read_over_files_that_were_put_aside(tmp_path):
         found += piece
         begin = Cursor.parse(str(after))
     assert found == records
-    columns = Columns().add(records)
+    columns = RunColumns().add(records)
     assert columns.columns["loss"][5:8] == [1 / 6, None, 1 / 8]
     assert [each["text"] for each in columns.marks if each["kind"] == "loss"] == ["loss is NaN"]
     assert columns.phases["forward"] == [2.0] * 100
@@ -71,7 +71,7 @@ def test_hostile_lines_are_left_out(tmp_path):
     path.write_bytes(b"\n".join(lines) + b"\n")
     records, _ = RankReader(path).read()
     assert kinds(records)[-1] == "last"
-    columns = Columns().add(records)
+    columns = RunColumns().add(records)
     assert columns.columns["step"] == [1]
     assert (columns.columns["loss"], columns.columns["norm"], columns.columns["lr"]) == ([None], [None], [None])
     assert "\x1b" not in columns.marks[0]["text"]
