@@ -246,7 +246,17 @@ def _codecs(config: Schema) -> Iterator[str]:
         )
 
 
+def _compression(config: Schema) -> Iterator[str]:
+    weights = config.compression_training.weight_quantization.shared_parameters
+    if config.quantize_training.enabled and weights.enabled:
+        yield (
+            "quantize_training.enabled, compression_training.weight_quantization.shared_parameters.enabled: both are "
+            "true, and both say how weights are rounded; keep one"
+        )
+
+
 _RULES = (
+    _compression,
     _codecs,
     _precision,
     _gradients,
