@@ -7,8 +7,16 @@ from torch.optim import Optimizer
 
 from deepspeed.compression.basic_layer import compression_of
 from deepspeed.compression.compress import compress
+from deepspeed.compression.plan import techniques_of
 from deepspeed.compression.scheduler import compression_scheduler
-from deepspeed.config.compression import CompressionConfig
+from deepspeed.config.compression import (
+    CompressionConfig,
+    MixedQuantizeConfig,
+    WeightQuantizationGroup,
+    WeightQuantizationParams,
+    WeightQuantizationShared,
+    WeightQuantizationTechnique,
+)
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.parallel.regions import cut_of
@@ -24,7 +32,8 @@ def compression_of_engine(
     What `init_compression` has not done is done now. In a model that is not `whole`, patterns may find nothing.
     """
     section = _section(schema)
-    if not section.techniques:
+    on = techniques_of(section)
+    if not on:
         return None
     states = [state for state in map(compression_of, module.modules()) if state is not None]
     if not states and section.layer_reduction.enabled:
@@ -34,7 +43,7 @@ def compression_of_engine(
             path="compression_training.layer_reduction.enabled",
         )
     done = {name for state in states for name in state.techniques}
-    left = {name: type(each)() for name, each in section.techniques.items() if name in done}
+    left = {name: type(each)() for name, each in on.items() if name in done}
     compress(module, section.model_copy(update=left), mpu, partly=not whole)
     return compression_scheduler(module, section)
 
@@ -42,7 +51,28 @@ def compression_of_engine(
 def _section(schema: Schema) -> CompressionConfig:
     """What is compressed; MoQ is the quantisation of all weights."""
     section, every = schema.compression_training, schema.quantize_training
-    return section.model_copy(update={"weight_quantization": every.as_technique}) if every.enabled else section
+    if not every.enabled:
+        return section
+    mixed = every.fp16_mixed_quantize
+    shared = WeightQuantizationShared(
+        enabled=True,
+        schedule_offset=every.quantize_schedule.schedule_offset,
+        quantize_groups=every.quantize_groups,
+        quantize_verbose=every.quantize_verbose,
+        quantization_type=every.quantize_algo.q_type,
+        rounding=every.quantize_algo.rounding,
+        fp16_mixed_quantize=MixedQuantizeConfig(
+            enabled=mixed.enabled, quantize_change_ratio=mixed.quantize_change_ratio
+        ),
+    )
+    params = WeightQuantizationParams(
+        start_bits=every.quantize_bits.start_bits,
+        target_bits=every.quantize_bits.target_bits,
+        quantization_period=every.quantize_schedule.quantize_period,
+    )
+    groups = {"quantize_training": WeightQuantizationGroup(params=params)}
+    weights = WeightQuantizationTechnique(shared_parameters=shared, different_groups=groups)
+    return section.model_copy(update={"weight_quantization": weights})
 
 
 def require_trained(module: nn.Module, optimizer: Optimizer | None) -> None:

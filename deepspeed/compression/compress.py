@@ -18,6 +18,7 @@ from deepspeed.compression.plan import (
     get_compress_methods,
     get_module_name,
     plans_of,
+    techniques_of,
     unwrapped,
 )
 from deepspeed.config.compression import CompressionConfig
@@ -69,9 +70,9 @@ def compress(model: nn.Module, section: CompressionConfig, mpu: Any = None, *, p
 
 
 def _enable(layer: Any, plan: GroupPlan, section: CompressionConfig) -> None:
-    settings = section.techniques[plan.technique]
-    shared: Any = settings.shared_parameters  # type: ignore[attr-defined]
-    params: Any = settings.different_groups[plan.group].params  # type: ignore[attr-defined]
+    settings = techniques_of(section)[plan.technique]
+    shared: Any = settings.shared_parameters
+    params: Any = settings.different_groups[plan.group].params
     match plan.technique:
         case "weight_quantization":
             mixed = shared.fp16_mixed_quantize

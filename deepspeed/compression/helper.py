@@ -70,7 +70,7 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
         (_at(student, own, "the student", key), _at(teacher, theirs, "the teacher", key), own, theirs)
         for own, theirs, key in pairs
     ]
-    _require_as_many(student, section.module_name_prefix, len(section.teacher_layer), path)
+    _require_as_many(student, section.module_name_prefix, section.keep_number_layer or len(section.teacher_layer), path)
     with torch.no_grad():
         for mine, source, own, theirs in found:
             _copy(mine, source, f"{path}: {own} of the student and {theirs} of the teacher")

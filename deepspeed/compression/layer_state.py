@@ -40,26 +40,20 @@ class BitPace:
 
     rounding: WeightRounding
     bits: int
-    edge: int
-    """The step at which the next bit goes."""
     since: int = 0
-    """The step at which the last one went."""
+    """The step at which the last bit went."""
 
     @classmethod
     def of(cls, rounding: WeightRounding) -> BitPace:
         """At the start."""
-        return cls(rounding, rounding.start_bits, rounding.period)
+        return cls(rounding, rounding.start_bits)
 
-    @property
-    def switching(self) -> bool:
-        """Whether bits are still to go."""
-        return self.bits > self.rounding.target_bits
-
-    def advance(self, steps: int, factor: int = 1) -> bool:
-        """Go to a step; `factor` stretches the period from here on. True if the number of bits changed."""
-        before = self.bits
-        while self.switching and steps >= self.edge:
-            self.bits, self.since, self.edge = self.bits - 1, self.edge, self.edge * 2 * factor
+    def advance(self, steps: int) -> bool:
+        """Go to a step, also to one before; true if the number of bits changed."""
+        before, edge = self.bits, self.rounding.period
+        self.bits, self.since = self.rounding.start_bits, 0
+        while self.bits > self.rounding.target_bits and steps >= edge:
+            self.bits, self.since, edge = self.bits - 1, edge, edge * 2
         return self.bits != before
 
     def unrounded(self, steps: int) -> float:

@@ -18,7 +18,7 @@ from deepspeed.compression.basic_layer import (
     LinearLayer_Compress,
 )
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.compression import CompressionConfig, TechniqueGroup
+from deepspeed.config.compression import CompressionConfig, Technique, TechniqueGroup
 from deepspeed.errors import UsageError
 from deepspeed.log import log_dist
 from deepspeed.transformers.replacement import class_before
@@ -41,6 +41,12 @@ class GroupPlan:
     names: Sequence[str]
     related: Sequence[Sequence[str]] = field(default=())
     """For each of them, the modules that get smaller with it."""
+
+
+def techniques_of(section: CompressionConfig) -> dict[str, Any]:
+    """The techniques that change modules and are on, by their keys."""
+    both = ((name, getattr(section, name)) for name in type(section).model_fields)
+    return {name: each for name, each in both if isinstance(each, Technique) and each.shared_parameters.enabled}  # type: ignore[attr-defined]
 
 
 def check_deepspeed_config(config: Any) -> CompressionConfig:
@@ -111,9 +117,9 @@ def section_of(given: Any) -> CompressionConfig:
 
 def plans_of(model: nn.Module, section: CompressionConfig, mpu: Any, *, partly: bool) -> Iterator[GroupPlan]:
     """`partly`: the model is a part of a whole one, so that patterns may find nothing here."""
-    for technique, settings in section.techniques.items():
+    for technique, settings in techniques_of(section).items():
         known: set[str] = set()
-        groups: dict[str, TechniqueGroup] = settings.different_groups  # type: ignore[attr-defined]
+        groups: dict[str, TechniqueGroup] = settings.different_groups
         for label, group in groups.items():
             names: list[str] = []
             related: list[list[str]] = []

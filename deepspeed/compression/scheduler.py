@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from deepspeed.compression.basic_layer import compression_of
-from deepspeed.compression.layer_state import BitPace, LayerCompression
+from deepspeed.compression.layer_state import LayerCompression
 from deepspeed.config.compression import CompressionConfig, Technique
 from deepspeed.log import log_dist
 
@@ -23,8 +23,6 @@ class compression_scheduler:
         self.section = found if isinstance(found, CompressionConfig) else CompressionConfig.model_validate(dict(found))
         self.model = model
         self.training_steps = 0
-        self.eigenvalues: Callable[[str], float] | None = None
-        """The eigenvalue of the block that a layer is in, between 0 and 1; None: all lose bits at one pace."""
         self.make_init()
         self.step(step_zero_check=True)
 
@@ -61,16 +59,8 @@ class compression_scheduler:
             if layer.pace is None or not layer.weights_on:
                 continue
             layer.step = self.training_steps - offset
-            value = self.eigenvalues(name) if self.eigenvalues is not None and layer.pace.switching else 0.0
-            if layer.pace.advance(layer.step, 1 + int(4 * value)) and layer.pace.rounding.verbose:
+            if layer.pace.advance(layer.step) and layer.pace.rounding.verbose:
                 log_dist(f"{name}: {layer.pace.bits} bits from step {self.training_steps} on")
-
-    @property
-    def switches(self) -> bool:
-        """Whether a layer drops a bit at this step, so that the pace of the next ones is decided."""
-        offset = self.section.weight_quantization.shared_parameters.schedule_offset
-        paces = [layer.pace for layer in self.layers.values() if layer.pace is not None]
-        return any(pace.switching and self.training_steps - offset >= pace.edge for pace in paces)
 
     def check_activation_quantization(self) -> None:
         """Round inputs from their step on."""
@@ -103,15 +93,3 @@ class compression_scheduler:
 
     def _begun(self, technique: Technique) -> bool:
         return self.training_steps >= technique.shared_parameters.schedule_offset  # type: ignore[attr-defined, no-any-return]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What does not follow from the number of steps: the paces that eigenvalues made."""
-        paces = {name: layer.pace for name, layer in self.layers.items() if layer.pace is not None}
-        return {name: [pace.bits, pace.edge, pace.since] for name, pace in paces.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the state was taken."""
-        for name, layer in self.layers.items():
-            if layer.pace is not None:
-                rounding = layer.pace.rounding
-                layer.pace = BitPace(rounding, *state[name]) if name in state else BitPace.of(rounding)

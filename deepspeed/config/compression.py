@@ -1,18 +1,21 @@
-"""The sections `compression_training`, `quantize_training` and `eigenvalue`."""
+"""The sections `compression_training` and `quantize_training`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from dataclasses import replace
+from operator import attrgetter
+from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, model_validator
+from annotated_types import Ge, Gt, Le
+from pydantic import model_validator
 
 from .model import (
     Count,
     Lower,
     Names,
+    NoEffect,
+    NotBuilt,
     Number,
     Patterns,
     PositiveCount,
@@ -29,12 +32,7 @@ Rounding = Annotated[Literal["nearest", "stochastic"], Lower]
 _KERNEL = "all devices round by the same operations"
 
 
-def _pattern(text: str) -> str:
-    found = re.fullmatch(r"(\d+)(x|:)(\d+)", text)
-    sizes = (int(found[1]), int(found[3])) if found else (0, 0)
-    if not found or min(sizes) < 1 or (found[2] == ":" and sizes[0] >= sizes[1]):
-        raise ValueError(f'{text!r} is no block pattern; write rows and columns as "4x1", or "2:4" for 2 zeros of 4')
-    return text
+_METHOD = "l1: the smallest at init_compression go. topk: scores are trained, the lowest go."
 
 
 class TechniqueShared(Section):
@@ -133,44 +131,91 @@ class PruningParams(Section):
     dense_ratio: Ratio | None = key(None, "Share that is kept; must be given.")
 
 
-class PruningGroup(TechniqueGroup):
+class SparsePruningParams(PruningParams):
+    """Of sparse pruning."""
+
+
+class SparsePruningGroup(TechniqueGroup):
     """Layers of which the same share is kept."""
 
-    params: PruningParams = key(PruningParams, "How much of it is kept.")
+    params: SparsePruningParams = key(SparsePruningParams, "How much of it is kept.")
+
+
+class RowPruningParams(PruningParams):
+    """Of row pruning."""
+
+
+class RowPruningGroup(TechniqueGroup):
+    """Layers of which the same share is kept."""
+
+    params: RowPruningParams = key(RowPruningParams, "How much of it is kept.")
+
+
+class HeadPruningParams(PruningParams):
+    """Of head pruning."""
+
+
+class HeadPruningGroup(TechniqueGroup):
+    """Layers of which the same share is kept."""
+
+    params: HeadPruningParams = key(HeadPruningParams, "How much of it is kept.")
+
+
+class ChannelPruningParams(PruningParams):
+    """Of channel pruning."""
+
+
+class ChannelPruningGroup(TechniqueGroup):
+    """Layers of which the same share is kept."""
+
+    params: ChannelPruningParams = key(ChannelPruningParams, "How much of it is kept.")
+
+
+_SNIP = NotBuilt(
+    "pruning by snip_momentum", instead='use the method "l1" or "topk", and remove the keys of snip_momentum'
+)
 
 
 class SparsePruningShared(TechniqueShared):
     """How single weights are removed."""
 
     method: Annotated[Literal["l1", "topk", "snip_momentum"], Lower] = key(
-        "l1",
-        "l1: the smallest weights at init_compression go. topk: scores are trained, the lowest go. snip_momentum: "
-        "blocks go, step by step, that the loss depends on least.",
+        "l1", _METHOD, replace(_SNIP, asked=lambda method: method == "snip_momentum")
     )
-    block_pattern: Annotated[str, AfterValidator(_pattern)] = key(
-        "4x1", 'Of snip_momentum: blocks of rows × columns that go together, or "N:M", N of M neighbours in a row.'
-    )
-    dense_ratio: Annotated[Number, Gt(0), Lt(1)] = key(0.1, "Of snip_momentum: share kept where no group says it.")
-    schedule_offset_stride: PositiveCount = key(1, "Of snip_momentum: steps between two removals.")
-    schedule_offset_end: Count | None = key(None, "Of snip_momentum: step of the last removal; null: schedule_offset.")
-    excluded_modules: Patterns = key([], "Of snip_momentum: names of modules that stay whole.")
+    block_pattern: str = key("4x1", "Of snip_momentum: blocks that go together.", _SNIP)
+    dense_ratio: Ratio = key(0.1, "Of snip_momentum: share kept where no group says it.", _SNIP)
+    schedule_offset_stride: PositiveCount = key(1, "Of snip_momentum: steps between two removals.", _SNIP)
+    schedule_offset_end: Count | None = key(None, "Of snip_momentum: step of the last removal.", _SNIP)
+    excluded_modules: Names = key([], "Of snip_momentum: names of modules that stay whole.", _SNIP)
 
 
 class PruningShared(TechniqueShared):
     """How rows or channels are removed."""
 
-    method: Annotated[Literal["l1", "topk"], Lower] = key(
-        "l1", "l1: the smallest at init_compression go. topk: scores are trained, the lowest go."
-    )
+    method: Annotated[Literal["l1", "topk"], Lower] = key("l1", _METHOD)
+
+
+class RowPruningShared(PruningShared):
+    """How outputs of linear layers are removed."""
+
+
+class ChannelPruningShared(PruningShared):
+    """How channels of convolutions are removed."""
 
 
 class HeadPruningShared(PruningShared):
     """How attention heads are removed."""
 
-    method: Annotated[Literal["l1", "topk"], Lower] = key(
-        "topk", PruningShared.model_fields["method"].description or ""
-    )
+    method: Annotated[Literal["l1", "topk"], Lower] = key("topk", _METHOD)
     num_heads: PositiveCount | None = key(None, "Heads of an attention; must be given where heads are pruned.")
+
+
+def _groups_of(technique: str) -> Any:
+    """The key of the groups of a technique, which has no effect where that is off."""
+    switch = f"compression_training.{technique}.shared_parameters.enabled"
+    why = f"{switch} is not given, and false by default"
+    off = NoEffect(why, lambda schema: not attrgetter(switch)(schema), unless=switch)
+    return key({}, "Name of a group → its modules, and what is done to them.", off)
 
 
 class Technique(Section):
@@ -182,27 +227,22 @@ class Technique(Section):
         if not shared.enabled:
             return
         groups: dict[str, TechniqueGroup] = self.different_groups  # type: ignore[attr-defined]
-        if not groups and not self.without_groups:
+        if not groups:
             yield f"{path}.different_groups is missing; name at least one group with params and modules"
         for name, group in groups.items():
             at = f"{path}.different_groups.{name}"
             yield from group.problems(at)
             params: Section = group.params  # type: ignore[attr-defined]
             for each in type(params).model_fields:
-                if getattr(params, each) is None and not self.without_groups:
+                if getattr(params, each) is None:
                     yield f"{at}.params.{each} is missing"
-
-    @property
-    def without_groups(self) -> bool:
-        """Whether the technique knows by itself what to do with every module."""
-        return False
 
 
 class WeightQuantizationTechnique(Technique):
     """Weights in few bits."""
 
     shared_parameters: WeightQuantizationShared = key(WeightQuantizationShared, "What the groups share.")
-    different_groups: dict[str, WeightQuantizationGroup] = key({}, "Name of a group → its modules and bits.")
+    different_groups: dict[str, WeightQuantizationGroup] = _groups_of("weight_quantization")
 
     def problems(self, path: str) -> Iterator[str]:
         """See `Technique`."""
@@ -230,44 +270,28 @@ class ActivationQuantizationTechnique(Technique):
     """Inputs of layers in few bits."""
 
     shared_parameters: ActivationQuantizationShared = key(ActivationQuantizationShared, "What the groups share.")
-    different_groups: dict[str, ActivationQuantizationGroup] = key({}, "Name of a group → its modules and bits.")
+    different_groups: dict[str, ActivationQuantizationGroup] = _groups_of("activation_quantization")
 
 
 class SparsePruningTechnique(Technique):
     """Weights without most of their elements."""
 
     shared_parameters: SparsePruningShared = key(SparsePruningShared, "What the groups share.")
-    different_groups: dict[str, PruningGroup] = key({}, "Name of a group → its modules and what is kept.")
-
-    @property
-    def without_groups(self) -> bool:
-        """See `Technique`: snip_momentum has a ratio of its own."""
-        return self.shared_parameters.method == "snip_momentum"
-
-    def problems(self, path: str) -> Iterator[str]:
-        """See `Technique`."""
-        yield from super().problems(path)
-        shared = self.shared_parameters
-        end = shared.schedule_offset_end
-        if shared.enabled and end is not None and end < shared.schedule_offset:
-            yield (
-                f"{path}.shared_parameters.schedule_offset_end ({end}) is below schedule_offset "
-                f"({shared.schedule_offset})"
-            )
+    different_groups: dict[str, SparsePruningGroup] = _groups_of("sparse_pruning")
 
 
 class RowPruningTechnique(Technique):
     """Linear layers without some of their outputs."""
 
-    shared_parameters: PruningShared = key(PruningShared, "What the groups share.")
-    different_groups: dict[str, PruningGroup] = key({}, "Name of a group → its modules and what is kept.")
+    shared_parameters: RowPruningShared = key(RowPruningShared, "What the groups share.")
+    different_groups: dict[str, RowPruningGroup] = _groups_of("row_pruning")
 
 
 class HeadPruningTechnique(Technique):
     """Attention without some of its heads; modules are its output layers."""
 
     shared_parameters: HeadPruningShared = key(HeadPruningShared, "What the groups share.")
-    different_groups: dict[str, PruningGroup] = key({}, "Name of a group → its modules and what is kept.")
+    different_groups: dict[str, HeadPruningGroup] = _groups_of("head_pruning")
 
     def problems(self, path: str) -> Iterator[str]:
         """See `Technique`."""
@@ -279,8 +303,8 @@ class HeadPruningTechnique(Technique):
 class ChannelPruningTechnique(Technique):
     """Convolutions without some of their output channels."""
 
-    shared_parameters: PruningShared = key(PruningShared, "What the groups share.")
-    different_groups: dict[str, PruningGroup] = key({}, "Name of a group → its modules and what is kept.")
+    shared_parameters: ChannelPruningShared = key(ChannelPruningShared, "What the groups share.")
+    different_groups: dict[str, ChannelPruningGroup] = _groups_of("channel_pruning")
 
 
 class LayerReductionConfig(Section):
@@ -320,29 +344,10 @@ class CompressionConfig(Section):
     channel_pruning: ChannelPruningTechnique = key(ChannelPruningTechnique, "Channels of convolutions removed.")
     layer_reduction: LayerReductionConfig = key(LayerReductionConfig, "Layers copied from a teacher.")
 
-    @property
-    def techniques(self) -> dict[str, Technique]:
-        """Those that change modules and are on, by their keys."""
-        both = {name: getattr(self, name) for name in type(self).model_fields}
-        return {n: each for n, each in both.items() if isinstance(each, Technique) and each.shared_parameters.enabled}  # type: ignore[attr-defined]
-
     @model_validator(mode="after")
     def _rules(self) -> CompressionConfig:
         raise_together([text for name in type(self).model_fields for text in getattr(self, name).problems(name)])
         return self
-
-
-class EigenvalueConfig(Section):
-    """Curvature of the loss by blocks: those with more of it drop bits later."""
-
-    enabled: bool = key(False, "Whether MoQ paces each block by its eigenvalue; needs stage 0 to 2 and no pipeline.")
-    verbose: bool = key(False, "Whether eigenvalues are logged.")
-    max_iter: PositiveCount = key(100, "Most iterations of the power iteration.")
-    tol: Annotated[Number, Ge(0)] = key(1e-2, "Relative change at which it ends.")
-    stability: Annotated[Number, Ge(0)] = key(1e-6, "What is added to the norm that a vector is divided by.")
-    gas_boundary_resolution: PositiveCount = key(1, "Optimizer steps between two computations.")
-    layer_name: str = key("bert.encoder.layer", "Path of the list of blocks.")
-    layer_num: Count = key(0, "Blocks of the list; 0: all.")
 
 
 class QuantizeBitsConfig(Section):
@@ -366,8 +371,8 @@ class QuantizeAlgorithmConfig(Section):
     rounding: Rounding = key("nearest", "Whether a number becomes the nearest code, or one of both beside it by odds.")
 
 
-def _moq_off(schema: object) -> bool:
-    return not schema.quantize_training.enabled  # type: ignore[attr-defined]
+class MixedTrainingConfig(MixedQuantizeConfig):
+    """As of a group of modules."""
 
 
 class QuantizeTrainingConfig(Section):
@@ -380,37 +385,19 @@ class QuantizeTrainingConfig(Section):
     quantize_algo: QuantizeAlgorithmConfig = key(QuantizeAlgorithmConfig, "How numbers are rounded.")
     quantize_verbose: bool = key(False, "Whether each change of the number of bits is logged.")
     quantizer_kernel: bool = no_effect(False, _KERNEL)
-    fp16_mixed_quantize: MixedQuantizeConfig = key(MixedQuantizeConfig, "A slow change to rounded weights.")
-
-    @property
-    def as_technique(self) -> WeightQuantizationTechnique:
-        """The same as `compression_training.weight_quantization` of all modules."""
-        bits, schedule, algorithm = self.quantize_bits, self.quantize_schedule, self.quantize_algo
-        return WeightQuantizationTechnique(
-            shared_parameters=WeightQuantizationShared(
-                enabled=self.enabled,
-                schedule_offset=schedule.schedule_offset,
-                quantize_groups=self.quantize_groups,
-                quantize_verbose=self.quantize_verbose,
-                quantization_type=algorithm.q_type,
-                rounding=algorithm.rounding,
-                fp16_mixed_quantize=self.fp16_mixed_quantize,
-            ),
-            different_groups={
-                "all": WeightQuantizationGroup(
-                    params=WeightQuantizationParams(
-                        start_bits=bits.start_bits,
-                        target_bits=bits.target_bits,
-                        quantization_period=schedule.quantize_period,
-                    )
-                )
-            },
-        )
+    fp16_mixed_quantize: MixedTrainingConfig = key(MixedTrainingConfig, "A slow change to rounded weights.")
 
     @model_validator(mode="after")
     def _rules(self) -> QuantizeTrainingConfig:
-        problems = self.as_technique.problems("weight_quantization")
-        raise_together(
-            [text.replace("weight_quantization.different_groups.all.params", "quantize_bits") for text in problems]
-        )
+        bits, algorithm = self.quantize_bits, self.quantize_algo
+        plain = algorithm.q_type == "symmetric" and algorithm.rounding == "nearest"
+        problems = []
+        if bits.target_bits > bits.start_bits:
+            problems.append(f"quantize_bits.target_bits ({bits.target_bits}) exceeds start_bits ({bits.start_bits})")
+        if bits.target_bits < 3 and not plain:
+            problems.append(
+                f"quantize_bits.target_bits is {bits.target_bits}; 1 and 2 bits need quantize_algo.q_type symmetric "
+                "and rounding nearest"
+            )
+        raise_together(problems if self.enabled else [])
         return self

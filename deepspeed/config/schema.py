@@ -12,7 +12,7 @@ from deepspeed.log import get_log_level_from_string, log_levels
 
 from .checkpoint import CheckpointConfig
 from .compile import CompileConfig, Fp8Config, FusedKernelsConfig, HybridEngineConfig
-from .compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingConfig
+from .compression import CompressionConfig, QuantizeTrainingConfig
 from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from .elasticity import ElasticityConfig
 from .memory import ActivationCheckpointingConfig, AioConfig, MemoryConfig
@@ -89,11 +89,6 @@ def _no_technique(schema: Any) -> bool:
     """Whether switches of `data_efficiency` are on around techniques that are all off."""
     data = schema.data_efficiency
     return not data.techniques and True in (data.enabled, data.data_sampling.enabled, data.data_routing.enabled)
-
-
-def _quantises_nothing(schema: Any) -> bool:
-    weights = schema.compression_training.weight_quantization.shared_parameters
-    return not (schema.quantize_training.enabled or weights.enabled)
 
 
 def _names_weights(section: Unbuilt) -> bool:
@@ -258,13 +253,7 @@ class Schema(ConfigModel):
     quantize_training: QuantizeTrainingConfig = key(
         QuantizeTrainingConfig, "MoQ: every weight loses bits as training goes on."
     )
-    eigenvalue: EigenvalueConfig = key(
-        EigenvalueConfig,
-        "Curvature per block, for the pace of quantisation.",
-        NoEffect(
-            "neither quantize_training nor compression_training.weight_quantization is enabled", _quantises_nothing
-        ),
-    )
+    eigenvalue: Unbuilt = key(Unbuilt, "Curvature per layer, for the pace of quantisation.", NotBuilt("eigenvalue"))
     weight_quantization: Unbuilt = key(
         Unbuilt,
         "Quantised weights for inference with ZeRO.",

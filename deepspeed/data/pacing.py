@@ -28,16 +28,10 @@ class NumberedBlocks:
 
 
 class StepState(Protocol):
-    """What is another in each step, besides data."""
+    """What is another in each step, and follows from the number of steps."""
 
     def enter(self, step: int) -> None:
         """A pass of `step` optimizer steps before begins."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What does not follow from the number of steps."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the state was taken."""
 
 
 @dataclass
@@ -90,15 +84,12 @@ class Pacing:
 
     def state_dict(self) -> dict[str, Any]:
         """What does not follow from the number of steps."""
-        parts: dict[str, Any] = {"random_ltd": self.tokens, "compression": self.compression}
-        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+        return {} if self.tokens is None else {"random_ltd": self.tokens.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was taken."""
         if self.tokens is not None and "random_ltd" in state:
             self.tokens.load_state_dict(state["random_ltd"])
-        if self.compression is not None:
-            self.compression.load_state_dict(state.get("compression", {}))
 
 
 def pacing_of(

@@ -27,7 +27,6 @@ REASONS: dict[str, str] = {
     "deepspeed/ops/adam/fused_adam.py": "a published path",
     "deepspeed/ops/lion/cpu_lion.py": "a published path",
     "deepspeed/ops/lion/fused_lion.py": "a published path",
-    "deepspeed/ops/quantizer/quantizer.py": "a published path",
 }
 
 

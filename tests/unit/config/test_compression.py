@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from deepspeed.compression.plan import techniques_of
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable
 
 BASE = {"train_batch_size": 4}
 
@@ -54,4 +55,16 @@ def test_what_is_wrong_is_one_line_with_its_key(section, said):
 
 def test_techniques_that_are_off_are_not_checked():
     section = {"compression_training": {"row_pruning": {"shared_parameters": {"enabled": False}}, "head_pruning": None}}
-    assert not DeepSpeedConfig({**BASE, **section}, world_size=1).schema.compression_training.techniques
+    found = DeepSpeedConfig({**BASE, **section}, world_size=1)
+    assert not techniques_of(found.schema.compression_training)
+    assert found.notes == []
+
+
+def test_what_is_not_there_yet_is_refused():
+    for section, path in (
+        (of("sparse_pruning", {"dense_ratio": 0.5}, method="snip_momentum"), "sparse_pruning.shared_parameters.method"),
+        ({"eigenvalue": {"enabled": True}}, "eigenvalue"),
+    ):
+        with pytest.raises(FeatureUnavailable, match="not part of this version yet") as caught:
+            DeepSpeedConfig({**BASE, **section}, world_size=1)
+        assert caught.value.path.endswith(path)
