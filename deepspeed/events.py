@@ -108,6 +108,25 @@ class RunContinued:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointBegan:
+    """All ranks start to save a checkpoint."""
+
+    step: int
+    tag: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFinished:
+    """A checkpoint can be loaded; told by the thread that writes where it is written in the background."""
+
+    step: int
+    tag: str
+    folder: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerUse:
     """What the router of one layer of experts chose."""
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import math
+import os
+import socket
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,20 +20,25 @@ import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.peaks import peak_flops
+from deepspeed.comm.discover import local_ranks
+from deepspeed.comm.tally import OperationTally
 from deepspeed.config.explain import batch_values, rows
 from deepspeed.config.monitor import HangsConfig
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.events import OverflowFound, PhaseFailed
 from deepspeed.log import log_dist, logger, print_dist
 from deepspeed.moe.statistics import RouterStatistics
+from deepspeed.monitor.event_file import EventFile
+from deepspeed.monitor.event_writer import EventSources, EventWriter
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.monitor.subscriber import MonitorSubscriber
 from deepspeed.pipe.layers import is_fake_world
 from deepspeed.profiling.common import StageGroup
-from deepspeed.profiling.memory import MemoryBreakdown
+from deepspeed.profiling.memory import MemoryBreakdown, memory_now
 from deepspeed.profiling.progress import StepLine
 from deepspeed.profiling.throughput import Throughput
 from deepspeed.profiling.timers import NoopTimer, WallClock
-from deepspeed.runtime.out_of_memory import OutOfMemory, held_tensors
+from deepspeed.runtime.out_of_memory import OutOfMemory, alive, held_tensors
 from deepspeed.zero.interface import numel_of
 
 if TYPE_CHECKING:
@@ -65,7 +76,7 @@ def watch(parts: Parts, stack: ExitStack) -> None:
     if schema.memory_profiler.enabled and profiles:
         parts.memory_profiler = _profile_memory(parts, stack, stages)
     if schema.memory_breakdown:
-        stack.callback(MemoryBreakdown().attach(events).close)
+        stack.callback(MemoryBreakdown(_kinds(parts)).attach(events).close)
     shown = schema.steps_per_print is not None and math.isfinite(schema.steps_per_print)
     parts.tput_timer = Throughput(
         lambda: parts.batch.train if parts.batch else 0,
@@ -80,8 +91,10 @@ def watch(parts: Parts, stack: ExitStack) -> None:
     stack.callback(parts.monitor.close)
     if parts.monitor.enabled:
         stack.callback(MonitorSubscriber(parts.monitor, times=times).attach(events).close)
-        if parts.experts is not None:
-            stack.callback(RouterStatistics(parts.module, parts.layout.samples).attach(events).close)
+    writes = _write_events(parts, stack)
+    _trace(parts, stack)
+    if parts.experts is not None and (parts.monitor.enabled or writes):
+        stack.callback(RouterStatistics(parts.module, parts.layout.samples).attach(events).close)
     stack.callback(events.subscribe(PhaseFailed, OutOfMemory(parts)).close)
     if comm.get_rank() == 0:
         stack.callback(events.subscribe(OverflowFound, _tell_overflow).close)
@@ -97,6 +110,93 @@ def watch(parts: Parts, stack: ExitStack) -> None:
     if schema.disable_python_gc:
         stack.callback(_PYTHON_GC.release)
         _PYTHON_GC.hold()
+
+
+class _Tokens:
+    """Counts the tokens of forward passes that train: those of `input_ids`, or of the first integers of two dims."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.count = 0
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            given = (kwargs.get("input_ids"), *args)
+            ids = (x for x in given if isinstance(x, torch.Tensor) and x.dim() > 1 and not x.is_floating_point())
+            self.count += next((each.numel() for each in ids), 0)
+        return self._forward(*args, **kwargs)
+
+
+def _kinds(parts: Parts) -> Callable[[], dict[str, int]]:
+    """Bytes on the device by kind; what watches must not keep an engine alive."""
+    engine = weakref.ref(parts)
+    return lambda: {} if (found := engine()) is None else alive(found)
+
+
+def _write_events(parts: Parts, stack: ExitStack) -> bool:
+    """Write events to a file of this rank where `events.file` or DS_EVENTS asks for it; whether they do."""
+    section = parts.config.schema.events
+    file = section.file or Path(os.environ.get("DS_EVENTS", ""))
+    if file == Path():
+        return False
+    per_node = local_ranks(comm.get_world_size())
+    head = {**_run_facts(parts), "every": section.every, "per_node": per_node}
+    out = EventFile(file, comm.get_rank(), head, limit=section.max_file_bytes, keep=section.max_files)
+    stack.callback(out.close)
+    tally = OperationTally(per_node)
+    stack.callback(tally.close)
+    if parts.config.schema.comms_logger.enabled:
+        stack.callback(comm.dispatcher.events.subscribe(comm.CollectiveFinished, tally.time).close)
+    parts.forward = tokens = _Tokens(parts.forward)
+    index = parts.device.index
+    sources = EventSources(lambda: memory_now(index), _kinds(parts), lambda: tokens.count, tally)
+    writer = EventWriter(out, sources, section.every).attach(parts.events)
+    stack.callback(writer.close)
+    last = partial(_close_if_alive, weakref.ref(writer))
+    atexit.register(last)
+    stack.callback(atexit.unregister, last)
+    return True
+
+
+def _trace(parts: Parts, stack: ExitStack) -> None:
+    """Trace the steps of `trace.steps`, on the ranks it names."""
+    section, world = parts.config.schema.trace, comm.get_world_size()
+    if not section.steps:
+        return
+    if beyond := [rank for rank in section.ranks if rank >= world]:
+        raise DeepSpeedConfigError(
+            f"trace.ranks has {beyond[0]}, and this job has {world} ranks; name ranks from 0 to {world - 1}",
+            path="trace.ranks",
+        )
+    if comm.get_rank() in section.ranks:
+        from deepspeed.profiling.trace import StepTrace  # torch's profiler is slow to import
+
+        stack.callback(StepTrace(section, comm.get_rank(), _kinds(parts)).attach(parts.events).close)
+
+
+def _close_if_alive(writer: weakref.ref[EventWriter]) -> None:
+    if (found := writer()) is not None:
+        found.close()
+
+
+def _run_facts(parts: Parts) -> dict[str, Any]:
+    """What the record that begins a file tells of the run."""
+    layout, batch = parts.layout, parts.batch
+    facts = _facts(parts)
+    return {
+        "world": facts.world,
+        "data": layout.data.size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(parts.device),
+        "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        "model": type(parts.module).__name__,
+        "parameters": sum(numel_of(param) for param in parts.module.parameters()) * facts.model_parallel,
+        "peak_flops": facts.peak,
+        "stage": int(parts.config.schema.zero_optimization.stage),
+        "precision": str(parts.precision.param).removeprefix("torch."),
+        "batch": None if batch is None else [batch.train, batch.micro, batch.steps],
+    }
 
 
 def _stages(parts: Parts) -> StageGroup | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host import HostEvent
 
@@ -38,3 +40,31 @@ class CudaEventTimer:
 def times_line(milliseconds: Mapping[str, float]) -> str:
     """`time (ms) | fwd: 1.23 | bwd: 4.56`."""
     return " | ".join(["time (ms)", *(f"{name}: {value:.2f}" for name, value in milliseconds.items())])
+
+
+class HostCopy:
+    """A number on its way to the host: the mean of a tensor that may still be computed. Only `read` waits."""
+
+    __slots__ = ("_arrival", "_value")
+
+    def __init__(self, value: torch.Tensor | float) -> None:
+        self._arrival: Any = None
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            accelerator = get_accelerator()
+            if accelerator.on_accelerator(value) and not accelerator.is_synchronized_device():
+                value = value.float().mean().to("cpu", non_blocking=True)
+                self._arrival = accelerator.Event()
+                self._arrival.record()
+        self._value = value
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `read` waits for nothing."""
+        return self._arrival is None or bool(self._arrival.query())
+
+    def read(self) -> float:
+        """The number; waits for it."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return float(self._value.float().mean()) if isinstance(self._value, torch.Tensor) else float(self._value)

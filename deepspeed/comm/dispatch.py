@@ -13,6 +13,8 @@ from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as td
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.discover import local_ranks
@@ -69,7 +71,7 @@ class Dispatcher:
     """
 
     __slots__ = (
-        *("_clock", "_note", "_push", "_ring", "_states", "_synchronize", "_world"),
+        *("_clock", "_note", "_notes", "_push", "_ring", "_states", "_synchronize", "_watch_note", "_world"),
         *("codec", "events", "label", "watch"),
     )
 
@@ -86,6 +88,8 @@ class Dispatcher:
         self._ring: deque[Entry] = deque(maxlen=CAPACITY)
         self._push = self._ring.append
         self._note: Callable[[Entry], None] | None = None
+        self._notes: tuple[Callable[[Entry], None], ...] = ()
+        self._watch_note: Callable[[Entry], None] | None = None
         self.watch: Watch | None = None
         self._world: GroupRecord | None = None
         self._states: dict[int, GroupRecord] = {}
@@ -128,7 +132,7 @@ class Dispatcher:
             if self.events.wanted and operation.timed:
                 result, done = self._measured(entry, args, size_of(message), async_op, log)
             else:
-                result = operation.call(*args)
+                result = call(entry, args)
         except FAILURES as error:
             explained = self.failed(entry, error, args)
             if explained is error:
@@ -154,7 +158,7 @@ class Dispatcher:
         if self._note is not None:
             self._note(entry)
         try:
-            work = operation.call(*args)
+            work = call(entry, args)
         except FAILURES as error:
             explained = self.failed(entry, error, args)
             if explained is error:
@@ -182,8 +186,30 @@ class Dispatcher:
         self.watch = Watch(lambda: tuple(self._ring), finders, self._noted_by)
         return self.watch
 
+    def tell(self, note: Callable[[Entry], None]) -> Callable[[], None]:
+        """Call `note` with every operation, before it starts, until what is returned is called."""
+        self._notes = (*self._notes, note)
+        self._choose_note()
+
+        def end() -> None:
+            self._notes = tuple(each for each in self._notes if each is not note)
+            self._choose_note()
+
+        return end
+
     def _noted_by(self, note: Callable[[Entry], None] | None) -> None:
-        self._note = note
+        self._watch_note = note
+        self._choose_note()
+
+    def _choose_note(self) -> None:
+        """Every operation looks for one function, which is there only where it has work."""
+        notes = self._notes if self._watch_note is None else (self._watch_note, *self._notes)
+
+        def all_of_them(entry: Entry) -> None:
+            for note in notes:
+                note(entry)
+
+        self._note = all_of_them if len(notes) > 1 else next(iter(notes), None)
 
     def recent(self) -> list[OperationRecord]:
         """The recorded operations, oldest first, readable."""
@@ -263,7 +289,7 @@ class Dispatcher:
             self._synchronize()
             self._emit(entry, size, self._clock() - start, log, codec)
 
-        result = operation.call(*args)
+        result = call(entry, args)
         if operation.free and result is not None:
             return result, done
         if async_op and result is not None:
@@ -296,6 +322,17 @@ class Dispatcher:
         if done is not None:
             done = _last_of(len(result), done)
         return [CollectiveWork(work, entry, self, done) for work in result]
+
+
+def call(entry: Entry, args: tuple[Any, ...]) -> Any:
+    """The operation itself; while torch's profiler runs it is a range of the trace that tells what it is about."""
+    operation, label = entry[1], entry[5]
+    if not profiler._is_profiler_enabled:
+        return operation.call(*args)
+    what = operation.name if label is None else f"{operation.name}: {label.replace('…', '...')}"
+    named = f"deepspeed: {what} [{entry[2].title}]"
+    with record_function(named.encode("ascii", "backslashreplace").decode()):  # a trace has no other letters
+        return operation.call(*args)
 
 
 def _last_of(count: int, done: Callable[[], None]) -> Callable[[], None]:

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import shared_memory
 from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.operations import CommOperation
 from deepspeed.errors import CommError, LayoutError, RendezvousError
@@ -102,6 +103,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
     """End a group, or (without one) all of them and torch.distributed with them."""
     _need_world("destroy_process_group")
     DEFAULT.forget(group)
+    shared_memory.forget(None if group is td.GroupMember.WORLD else group)
     td.destroy_process_group(group)
 
 

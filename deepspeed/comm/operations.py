@@ -18,6 +18,7 @@ import torch.distributed as td
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from deepspeed.comm.shared_memory import SharedGroup, shared_group
 from deepspeed.errors import CommError
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ def gather_single(otherwise: Callable[..., Any]) -> Callable[..., Any]:
         real = td.GroupMember.WORLD if group is None else group
         if not _is_plain(output, tensor, real):
             return otherwise(output, tensor, group, async_op)
+        shared = shared_group(real, tensor, tensor.nbytes)
+        if shared is not None and tensor.is_contiguous() and output.is_contiguous():
+            return _waited(shared.gather(output, tensor), async_op)
         return _waited(_gather(real, output, tensor, options[async_op]), async_op)
 
     return gather
@@ -80,8 +84,21 @@ def _begin_all_reduce(group: Any, tensor: Tensor, options: Any) -> Any:
     return group.allreduce([tensor], options)
 
 
-def _reducing(begin: Callable[..., Any], kind: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_reduce(tensor, …)` or `reduce_scatter_tensor(output, tensor, op, group, async_op)`, which `begin` does."""
+def _share_all(shared: SharedGroup, tensors: list[Tensor], op: Any) -> Any:
+    return shared.all_reduce(tensors[0], op) if shared.reads_all else None
+
+
+def _share_parts(shared: SharedGroup, tensors: list[Tensor], op: Any) -> Any:
+    return shared.scatter(tensors[0], tensors[1], op)
+
+
+def _reducing(
+    begin: Callable[..., Any], through: Callable[..., Any], kind: Any, otherwise: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`all_reduce(tensor, …)` or `reduce_scatter_tensor(output, tensor, op, group, async_op)`.
+
+    The group does it by `begin`, or `through` memory that its ranks share; `otherwise` is torch's own.
+    """
     known: dict[tuple[Any, bool], Any] = {}
 
     def reduce(*args: Any) -> Any:
@@ -94,6 +111,11 @@ def _reducing(begin: Callable[..., Any], kind: Any, otherwise: Callable[..., Any
             options = known[op, async_op] = kind()
             options.reduceOp = op
             options.asyncOp = async_op
+        shared = shared_group(real, tensors[-1], tensors[-1].nbytes, op)
+        if shared is not None and all(tensor.is_contiguous() for tensor in tensors):
+            work = through(shared, tensors, op)
+            if work is not None:
+                return _waited(work, async_op)
         return _waited(begin(real, *tensors, options), async_op)
 
     return reduce
@@ -143,7 +165,7 @@ def _torch(*names: str) -> Callable[..., Any]:
 
 
 _ALL = (
-    CommOperation("all_reduce", _reducing(_begin_all_reduce, td.AllreduceOptions, _torch("all_reduce"))),
+    CommOperation("all_reduce", _reducing(_begin_all_reduce, _share_all, td.AllreduceOptions, _torch("all_reduce"))),
     CommOperation("inference_all_reduce", _torch("all_reduce")),
     CommOperation("broadcast", _torch("broadcast"), peer=1),
     CommOperation("reduce", _torch("reduce"), peer=1),
@@ -152,7 +174,12 @@ _ALL = (
     CommOperation("reduce_scatter", _torch("reduce_scatter")),
     CommOperation(
         "reduce_scatter_tensor",
-        _reducing(_scatter, td.ReduceScatterOptions, _torch("reduce_scatter_single", "reduce_scatter_tensor")),
+        _reducing(
+            _scatter,
+            _share_parts,
+            td.ReduceScatterOptions,
+            _torch("reduce_scatter_single", "reduce_scatter_tensor"),
+        ),
     ),
     CommOperation("all_to_all", _torch("all_to_all")),
     CommOperation("all_to_all_single", _torch("all_to_all_single")),

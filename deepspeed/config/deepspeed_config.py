@@ -18,6 +18,7 @@ from deepspeed.config.load import BY_STRICT, Loaded, load
 from deepspeed.config.model import NoEffect
 from deepspeed.config.optimizer import OPTIMIZER_TYPES
 from deepspeed.config.read import ConfigSource, RawConfig
+from deepspeed.config.rules import advice
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import log_dist_once
@@ -151,7 +152,7 @@ class DeepSpeedConfig:
     @property
     def notes(self) -> list[str]:
         """What a valid config has to be warned of: keys that have no effect, and why."""
-        found = [str(note) for note in self._idle(IDLE)]
+        found = [str(note) for note in self._idle(IDLE)] + advice(self.schema)
         if self.batch is not None and self.schema.train_batch_size not in (None, self.batch.train):
             found += _counted_tensor_ranks(self.schema, self.batch)
         return found

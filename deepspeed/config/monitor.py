@@ -6,7 +6,7 @@ import math
 from typing import Annotated, Literal
 
 from annotated_types import Ge
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from .model import ConfigModel, Count, Folder, Names, NoEffect, Number, PositiveCount, Section, Whole, key
 
@@ -133,6 +133,37 @@ class TimersConfig(Section):
     """Timers that run during training."""
 
     throughput: ThroughputTimerConfig = key(ThroughputTimerConfig, "Measurement of samples per second.")
+
+
+class EventsConfig(Section):
+    """What happens in training as lines of JSON, one file per rank."""
+
+    file: Folder = key(
+        None, "Path without the rank: rank 3 appends to FILE.rank00003.jsonl; null: DS_EVENTS has it, or nothing."
+    )
+    every: PositiveCount = key(1, "Number of optimizer steps between two records of a step.")
+    max_file_bytes: Annotated[Count, Ge(1 << 16)] = key(
+        64 << 20, "Size at which a file is put aside and a new one begins."
+    )
+    max_files: Annotated[Count, Ge(2)] = key(8, "Number of files kept per rank; the oldest go.")
+
+
+def _two_steps(value: list[int]) -> list[int]:
+    if value and (len(value) != 2 or value[0] > value[1]):
+        raise ValueError(f"found {value}; give the first and the last step, such as [10, 12]")
+    return value
+
+
+class TraceConfig(Section):
+    """Traces of torch's profiler over a few steps, merged over ranks."""
+
+    steps: Annotated[list[Count], AfterValidator(_two_steps)] = key(
+        [], "First and last optimizer step that are traced, counted from 0; empty: none."
+    )
+    ranks: list[Count] = key([0], "Ranks that are traced.")
+    folder: str = key("traces", "Where each rank's trace and the merged one are written.")
+    memory: bool = key(True, "Whether the trace has a timeline of memory.")
+    stack: bool = key(False, "Whether operations tell the line of Python that called them.")
 
 
 class HangsConfig(Section):

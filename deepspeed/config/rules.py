@@ -151,9 +151,8 @@ def one_bit_conflicts(config: Schema) -> str:
     zero = config.zero_optimization
     return _names(
         {
-            f"zero_optimization.stage {int(zero.stage)}, which gives ranks parts of gradients (use stage 0)": (
-                zero.stage > 0
-            ),
+            "zero_optimization.mics_shard_size": zero.shards_states and zero.mics_shard_size > 0,
+            "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
             'gradient_allreduce_op "sum"': config.gradient_allreduce_op == "sum",
             "sparse_gradients": config.sparse_gradients,
             "expert_parallel.enabled": config.expert_parallel.enabled,
@@ -165,10 +164,18 @@ def one_bit_conflicts(config: Schema) -> str:
     )
 
 
+def local_steps_conflict(config: Schema) -> str:
+    """What of a config does not work with steps that each rank takes alone, of all of its parameters; or empty."""
+    stage = int(config.zero_optimization.stage)
+    return f"zero_optimization.stage {stage}, which gives ranks parts of the states (use stage 0)" if stage else ""
+
+
 def _one_bit(config: Schema) -> Iterator[str]:
     kind = config.optimizer.type
     if kind in ONE_BIT_OPTIMIZERS and (found := one_bit_conflicts(config)):
-        yield f"optimizer.type: {kind}, whose ranks exchange signs of whole momenta, does not work with {found}"
+        yield f"optimizer.type: {kind}, whose ranks exchange signs of momenta, does not work with {found}"
+    if kind == "ZeroOneAdam" and (found := local_steps_conflict(config)):
+        yield f"optimizer.type: ZeroOneAdam, whose ranks take steps alone, does not work with {found}"
     if kind == "OneBitLamb" and config.fp16.enabled and not config.fp16.dynamic:
         yield (
             "optimizer.type, fp16.loss_scale: OneBitLamb in fp16 needs a dynamic loss scale (0), found "
@@ -222,6 +229,11 @@ def _codecs(config: Schema) -> Iterator[str]:
             f"zero_optimization.zero_hpz_partition_size: {zero.zero_hpz_partition_size} ranks are to share copies of "
             f"sharded parameters, which zero_optimization.stage 3 alone has, found stage {stage}; remove the key"
         )
+    if zero.zero_quantized_nontrainable_weights and stage < 3:
+        yield (
+            "zero_optimization.zero_quantized_nontrainable_weights: frozen weights can rest as codes where they are "
+            f"sharded, at zero_optimization.stage 3, found stage {stage}; remove the key"
+        )
     if zero.zero_hpz_partition_size > 1 and zero.mics_shard_size > 0:
         yield (
             "zero_optimization.zero_hpz_partition_size, zero_optimization.mics_shard_size: both keep parameters among "
@@ -273,3 +285,18 @@ _RULES = (
 def violations(config: Schema) -> list[str]:
     """The texts of all rules that `config` breaks."""
     return [text for rule in _RULES for text in rule(config)]
+
+
+def advice(config: Schema) -> list[str]:
+    """What to log of a config that breaks no rule."""
+    warm_up = config.scheduler.params.get("warmup_num_steps")
+    name = {"OneBitAdam": "freeze_step", "OneBitLamb": "freeze_step", "ZeroOneAdam": "var_freeze_step"}
+    key = name.get(config.optimizer.type or "")
+    stays = config.optimizer.params.get(key) if key is not None else None
+    if not isinstance(stays, int) or not isinstance(warm_up, int) or stays >= warm_up:
+        return []
+    return [
+        f"optimizer.params.{key}: the variance stays as it is after {stays} steps, but the learning rate warms up for "
+        f"{warm_up} (scheduler.params.warmup_num_steps); gradients still change much, and training may diverge. Use at "
+        f"least {warm_up}"
+    ]

@@ -39,11 +39,13 @@ from .monitor import (
     CommsLoggerConfig,
     CSVConfig,
     DeepSpeedMonitorConfig,
+    EventsConfig,
     FlopsProfilerConfig,
     HangsConfig,
     MemoryProfilerConfig,
     TensorBoardConfig,
     TimersConfig,
+    TraceConfig,
     WandbConfig,
 )
 from .optimizer import OptimizerConfig, OptimizerInBackwardConfig, SchedulerConfig
@@ -291,6 +293,12 @@ class Schema(ConfigModel):
     flops_profiler: FlopsProfilerConfig = key(FlopsProfilerConfig, "Floating-point operations per module.")
     memory_profiler: MemoryProfilerConfig = key(
         MemoryProfilerConfig, "Memory by kind at the peak of a step, and its module."
+    )
+    events: EventsConfig = key(EventsConfig, "What happens in training, as lines of JSON in a file per rank.")
+    trace: TraceConfig = key(
+        TraceConfig,
+        "Traces of torch's profiler over a few steps.",
+        NoEffect("trace.steps is empty", lambda c: not c.trace.steps, switch="trace.steps"),
     )
     timers: TimersConfig = key(TimersConfig, "Timers that run during training.")
 

@@ -15,7 +15,6 @@ from .model import (
     Elements,
     Folder,
     NoEffect,
-    NotBuilt,
     Number,
     OneOrMoreNames,
     PositiveCount,
@@ -365,13 +364,17 @@ class DeepSpeedZeroConfig(Section):
     )
     zero_quantized_weights_format: Literal["int8", "fp8", "int4"] = key(
         "int8",
-        "In what they travel.",
+        "In what they travel, and frozen ones rest.",
         NoEffect(
-            "zero_optimization.zero_quantized_weights is off", lambda c: not c.zero_optimization.zero_quantized_weights
+            "zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights are off",
+            lambda c: (
+                not c.zero_optimization.zero_quantized_weights
+                and not c.zero_optimization.zero_quantized_nontrainable_weights
+            ),
         ),
     )
     zero_quantized_nontrainable_weights: bool = key(
-        False, "Whether frozen weights are stored quantised (stage 3, fp16).", NotBuilt("quantised frozen weights")
+        False, "Whether frozen weights rest as codes between their uses, and travel as these (stage 3)."
     )
     zero_quantized_gradients: bool = key(
         False,

@@ -234,9 +234,7 @@ class DataAnalyzer:
             if kind == ACCUMULATED:
                 found = [values for values, _ in parts if values.size]
                 total = np.sum(found, axis=0, keepdims=len(found) == 0)
-                write_indexed(
-                    str(Path(save_path, name, f"{name}_metric_value")), _fitting(total), np.array([total.size])
-                )
+                write_indexed(str(Path(save_path, name, f"{name}_metric_value")), [_fitting(total).reshape(-1)])
                 continue
             values = np.concatenate([each for each, _ in parts])
             samples = np.concatenate([each for _, each in parts])
@@ -363,8 +361,8 @@ def _write_single(prefix: str, values: npt.NDArray[Any], samples: npt.NDArray[np
     unique, counts = np.unique(values, return_counts=True)
     numbers = samples[ordered].astype(_fitting(np.array([0, max(total - 1, int(samples.max()))])).dtype)
     step = max(1, len(unique) // _PERCENTILES)
-    write_indexed(f"{prefix}_sample_to_metric", values, np.ones(len(values)))
-    write_indexed(f"{prefix}_index_to_metric", unique, np.ones(len(unique)))
-    write_indexed(f"{prefix}_index_to_sample", numbers, counts)
+    write_indexed(f"{prefix}_sample_to_metric", [values], np.ones(len(values)))
+    write_indexed(f"{prefix}_index_to_metric", [unique], np.ones(len(unique)))
+    write_indexed(f"{prefix}_index_to_sample", [numbers], counts)
     merged = np.add.reduceat(counts, np.arange(0, len(counts), step))
-    write_indexed(f"{prefix}_index_to_sample_percentile_merged", numbers, merged)
+    write_indexed(f"{prefix}_index_to_sample_percentile_merged", [numbers], merged)

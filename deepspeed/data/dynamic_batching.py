@@ -62,11 +62,11 @@ def batch_by_seqlens(
         logger.warning(
             "dynamic batching leaves out %d samples longer than max_tokens %d: %s", len(long), max_tokens, long[:8]
         )
-    ids = [each for each in ids if seqlens[each] <= max_tokens]
     if sequence_picking_order == "random":
         random.Random(seed).shuffle(ids)
     if sequence_picking_order == "seqlen":
-        ids.sort(key=lambda each: seqlens[each])
+        ids.sort(key=lambda each: (seqlens[each], each))
+    ids = [each for each in ids if seqlens[each] <= max_tokens]
     wide = effective_batch_size if required_microbatches_of_same_size else 1
     packs = [pack for group in _groups(ids, seqlens, max_tokens, max_batch_size, wide) for pack in group]
     packs = [pack for pack in packs if len(pack) >= min_batch_size]

@@ -225,6 +225,17 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
             f"{len(self._data)} bytes: one of them was cut, or they are of two datasets",
         )
 
+    def elements(self, start: int = 0, stop: int | None = None) -> Array:
+        """Elements of all items, one behind the other; a view of the file."""
+        kind = self.dtype_of_items
+        return np.frombuffer(self._data, kind, len(self._data) // kind.itemsize)[start:stop]
+
+    def first_element(self, idx: int) -> int:
+        """Where an item begins among `elements`, and behind the last item where they end."""
+        if idx == len(self):
+            return self.first_element(idx - 1) + self.size(idx - 1) if idx else 0
+        return int(self._pointers[idx]) // int(self.dtype_of_items.itemsize)
+
     @property
     def sizes(self) -> Array:
         """Elements of each item."""
@@ -317,15 +328,24 @@ def _write_index(path: str, dtype: np.dtype[Any], sizes: Array, doc_idx: Sequenc
         write_longs(f, doc_idx)
 
 
-def write_indexed(prefix: str, items: Array, sizes: Array) -> None:
-    """Write items that lie one behind the other as a dataset; a crash leaves no index, so that none of it counts."""
+def write_indexed(prefix: str, parts: Iterable[Array], sizes: Array | None = None) -> int:
+    """Write arrays of one dtype one behind the other, which together need not fit in memory; how many elements.
+
+    Items have these sizes; without, each array is an item. A crash leaves no index, so that none of it counts.
+    """
     Path(index_file_path(prefix)).unlink(missing_ok=True)
+    lengths, dtype = [], np.dtype(np.uint8)
     with open(data_file_path(prefix), "wb") as f:
-        np.ascontiguousarray(items).tofile(f)
+        for part in parts:
+            np.ascontiguousarray(part).tofile(f)
+            lengths.append(part.size)
+            dtype = part.dtype
         f.flush()
         os.fsync(f.fileno())
-    _write_index(f"{index_file_path(prefix)}.part", items.dtype, sizes, [0, len(sizes)])
+    items = np.array(lengths) if sizes is None else sizes
+    _write_index(f"{index_file_path(prefix)}.part", dtype, items, [0, len(items)])
     os.replace(f"{index_file_path(prefix)}.part", index_file_path(prefix))
+    return sum(lengths)
 
 
 class IndexedDataset(torch.utils.data.Dataset[Array]):

@@ -7,6 +7,10 @@ is used up is shuffled again. All ranks draw the same numbers, so that they need
 writes the cluster, and beside it what its random state was before and is after, by an atomic rename; the other ranks
 wait for that file and go on with that state. What a cluster holds follows from config, seed and step, so that after a
 crash the same file is found, or written again. Files are memory-mapped: no rank holds the dataset.
+
+Clusters of a dataset of more than four million samples are not shuffled, which would need them in memory and take
+half a minute for 100 million. Their files stay in order, and samples are drawn through a `_Permutation` that follows
+from the name of the cluster.
 """
 
 from __future__ import annotations
@@ -14,9 +18,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import mmap
 import os
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +39,62 @@ from deepspeed.errors import DeepSpeedConfigError, FileError, UsageError
 __all__ = ["DeepSpeedDataSampler"]
 
 _WAIT_SECONDS = 1800.0
+_SHUFFLED = 1 << 22
+"""Samples of the largest dataset whose clusters are shuffled in memory."""
+_CHUNK = 1 << 18
+_AGAIN = ".again"
 _STATE = (
     *("batch", "consumed_samples", "curriculum_step", "current_difficulties", "data_cluster_paths"),
     *("data_cluster_current_position", "np_rng_state"),
 )
+
+
+class _Permutation:
+    """A pseudo-random order of numbers below `size` that needs no memory.
+
+    Four rounds of a Feistel network permute the numbers below a power of four; results that are too large go through
+    it again until they are not.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self._size = size
+        self._half = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._keys = np.frombuffer(hashlib.sha256(name.encode()).digest(), "<u8")
+
+    def __call__(self, places: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """What stands at these places."""
+        found = self._permuted(places.astype(np.uint64))
+        while (beyond := found >= self._size).any():
+            found[beyond] = self._permuted(found[beyond])
+        return found.astype(np.int64)
+
+    def _permuted(self, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        half, mixer = np.uint64(self._half), np.uint64(0x9E3779B97F4A7C15)
+        left, right = numbers >> half, numbers & np.uint64((1 << self._half) - 1)
+        for key in self._keys:
+            mixed = (right ^ key) * mixer
+            mixed = (mixed ^ (mixed >> np.uint64(32))) * mixer
+            left, right = right, left ^ (mixed >> np.uint64(64 - self._half))
+        found: npt.NDArray[np.uint64] = (left << half) | right
+        return found
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """Samples of a file, and the order in which they are drawn if that is not theirs."""
+
+    samples: npt.NDArray[Any]
+    order: _Permutation | None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def draw(self, begin: int, count: int) -> list[int]:
+        """The samples from a place on, fewer where the cluster ends."""
+        if self.order is None:
+            return self.samples[begin : begin + count].tolist()  # type: ignore[no-any-return]
+        places = np.arange(begin, min(begin + count, len(self)))
+        return self.samples[self.order(places)].tolist()  # type: ignore[no-any-return]
 
 
 class DeepSpeedDataSampler:
@@ -86,17 +146,23 @@ class DeepSpeedDataSampler:
         self._clustered = {n: each for n, each in self._metrics.items() if each.clustering_type != "single_cluster"}
         self._samples = {name: _opened(name, "index_to_sample_path", each) for name, each in self._clustered.items()}
         by_value = {name: each for name, each in self._clustered.items() if each.difficulty_type == "value"}
-        self._values = {name: _values(_opened(name, "index_to_metric_path", each)) for name, each in by_value.items()}
+        self._values = {name: _opened(name, "index_to_metric_path", each).elements() for name, each in by_value.items()}
         for name, values in self._values.items():
             if len(values) != len(self._samples[name]):
                 raise _wrong_metric(
                     name, f"has {len(self._samples[name])} lists of samples and {len(values)} values of another dataset"
                 )
         self._folder = Path(str(section.data_cluster_path))
-        told = {name: each.model_dump(mode="json") for name, each in self._metrics.items()}
+        told: dict[str, Any] = {
+            name: each.model_dump(mode="json", exclude={"index_to_sample_path", "index_to_metric_path"})
+            for name, each in self._metrics.items()
+        }
+        for name, dataset in self._samples.items():
+            told[name]["files"] = [len(dataset), dataset.first_element(len(dataset))]
         text = json.dumps([told, config.seed, one_epoch_total_samples, self.global_batch_size], sort_keys=True)
         self._digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        self._clusters: list[npt.NDArray[Any]] = []
+        self._clusters: list[_Cluster] = []
+        self._permutes = one_epoch_total_samples > _SHUFFLED
 
     def __len__(self) -> int:
         return self.total_samples
@@ -153,26 +219,24 @@ class DeepSpeedDataSampler:
 
     def get_sample_based_on_metric_value(self, metric: str, value_start: float, value_end: float) -> npt.NDArray[Any]:
         """The samples whose value lies in (start, end]."""
-        first, last = np.searchsorted(self._values[metric], [value_start, value_end], side="right")
-        return self._flat(metric, int(self._bounds(metric)[first]), int(self._bounds(metric)[last]))
+        dataset, values = self._samples[metric], self._values[metric]
+        first, last = (dataset.first_element(bisect_right(values, each)) for each in (value_start, value_end))
+        return self._flat(metric, first, last)
 
     def get_sample_based_on_metric_percentile(
         self, metric: str, percentile_start: int, percentile_end: int
     ) -> npt.NDArray[Any]:
         """The samples between two percentages, of max_difficulty, in the order of the metric."""
-        total, most = int(self._bounds(metric)[-1]), self._metrics[metric].max_difficulty or 100
+        dataset, most = self._samples[metric], self._metrics[metric].max_difficulty or 100
+        total = dataset.first_element(len(dataset))
         share = total // most
         stop = total if percentile_end == most else share * percentile_end
         return self._flat(metric, share * percentile_start, stop)
 
-    def _bounds(self, metric: str) -> npt.NDArray[np.int64]:
-        return np.concatenate([[0], np.cumsum(self._samples[metric].sizes, dtype=np.int64)])
-
     def _flat(self, metric: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Samples in the order of the metric: the items lie one behind the other."""
-        dataset = self._samples[metric]
-        found = np.frombuffer(dataset._data, dataset.dtype_of_items)[start:stop]
-        if len(found) != max(stop - start, 0) or (len(found) and int(found.max()) >= self.one_epoch_total_samples):
+        found, total = self._samples[metric].elements(start, stop), self.one_epoch_total_samples
+        if len(found) != max(stop - start, 0) or (len(found) and not 0 <= int(found.min()) <= int(found.max()) < total):
             raise _wrong_metric(metric, f"names samples beyond the {self.one_epoch_total_samples} of the dataset")
         return found
 
@@ -185,26 +249,37 @@ class DeepSpeedDataSampler:
         """Make a cluster of what the difficulties newly allow; none if that is nothing."""
         number = len(self._clusters)
 
-        def samples() -> npt.NDArray[Any]:
-            now, names = self.current_difficulties, list(self._clustered)
-            if len(names) == 1:
-                return self._allowed(names[0], previous_difficulties.get(names[0]), now[names[0]])
-            found: npt.NDArray[Any] = np.arange(self.one_epoch_total_samples) if not names else np.empty(0)
-            for place, name in enumerate(names):
-                each = self._allowed(name, None, now[name])
-                found = each if place == 0 else np.intersect1d(found, each, assume_unique=True)
-            for cluster in self._clusters:
-                found = np.setdiff1d(found, cluster, assume_unique=True)
-            return found
-
         if not self._clustered and number:
             return  # one cluster has all samples
-        path = self._folder / f"cluster_{number}_step{self.curriculum_step}_{self._digest}"
-        cluster = self._shuffled(path, samples)
-        if len(cluster):
+        name = f"cluster_{number}_step{self.curriculum_step}_{self._digest}"
+        cluster = self._written(name, lambda: self._newly_allowed(previous_difficulties))
+        if cluster is not None:
             self._clusters.append(cluster)
-            self.data_cluster_paths.append(str(path))
+            self.data_cluster_paths.append(name)
             self.data_cluster_current_position.append(0)
+
+    def _newly_allowed(self, previous: Mapping[str, int]) -> Iterator[npt.NDArray[Any]]:
+        """What the difficulties allow and no cluster has; of several metrics, what all of them allow."""
+        now, names, total = self.current_difficulties, list(self._clustered), self.one_epoch_total_samples
+        kind = np.min_scalar_type(total - 1)
+        if len(names) == 1:
+            yield self._allowed(names[0], previous.get(names[0]), now[names[0]])
+            return
+        if not names:
+            yield from (np.arange(at, min(at + _CHUNK, total), dtype=kind) for at in range(0, total, _CHUNK))
+            return
+        counts = np.min_scalar_type(len(names))
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            file.truncate(total * counts.itemsize)
+            allowing = np.frombuffer(mmap.mmap(file.fileno(), 0), counts)  # by how many metrics a sample is allowed
+            for place, name in enumerate(names):
+                for chunk in _chunks(self._allowed(name, None, now[name])):
+                    allowing[chunk[allowing[chunk] == place]] = place + 1
+            for cluster in self._clusters:
+                for chunk in _chunks(cluster.samples):
+                    allowing[chunk] = 0
+            for at in range(0, total, _CHUNK):
+                yield (np.flatnonzero(allowing[at : at + _CHUNK] == len(names)) + at).astype(kind)
 
     def sample_from_clusters(self) -> npt.NDArray[np.int64]:
         """How many samples of a global batch come from each cluster."""
@@ -218,7 +293,7 @@ class DeepSpeedDataSampler:
         found: list[int] = []
         while len(found) < num_samples:
             begin = self.data_cluster_current_position[cidx]
-            taken = self._clusters[cidx][begin : begin + num_samples - len(found)].tolist()
+            taken = self._clusters[cidx].draw(begin, num_samples - len(found))
             found += taken
             self.data_cluster_current_position[cidx] = begin + len(taken)
             if len(found) < num_samples:
@@ -227,17 +302,25 @@ class DeepSpeedDataSampler:
 
     def reshuffle_clusters(self, cidx: int) -> None:
         """Begin a cluster again in another order."""
-        base, _, times = self.data_cluster_paths[cidx].partition(".again")
-        path = Path(f"{base}.again{int(times or 0) + 1}")
-        self._clusters[cidx] = self._shuffled(path, lambda: self._clusters[cidx])
-        self.data_cluster_paths[cidx] = str(path)
+        base, _, times = self.data_cluster_paths[cidx].partition(_AGAIN)
+        name, before = f"{base}{_AGAIN}{int(times or 0) + 1}", self._clusters[cidx]
+        again = self._opened(name) if self._permutes else self._written(name, lambda: [before.samples])
+        assert again is not None, "a cluster has samples"
+        self._clusters[cidx] = again
+        self.data_cluster_paths[cidx] = name
         self.data_cluster_current_position[cidx] = 0
 
-    def _shuffled(self, path: Path, samples: Any) -> npt.NDArray[Any]:
-        """The samples of a file that rank 0 writes if it is not there; the random state goes on behind it."""
-        before, note = _plain(self.np_rng.bit_generator.state), Path(f"{path}.json")
+    def _opened(self, name: str) -> _Cluster:
+        stored = name.partition(_AGAIN)[0] if self._permutes else name
+        samples = MMapIndexedDataset(str(self._folder / stored)).elements()
+        return _Cluster(samples, _Permutation(len(samples), name) if self._permutes else None)
+
+    def _written(self, name: str, samples: Callable[[], Iterable[npt.NDArray[Any]]]) -> _Cluster | None:
+        """A cluster that rank 0 writes if its file is not there, none of no samples; the random state goes on."""
+        before, path = _plain(self.np_rng.bit_generator.state), self._folder / name
+        note = Path(f"{path}.json")
         if self.global_rank == 0 and _noted(note).get("before") != before:
-            self._write(path, note, np.array(samples()), before)
+            self._write(path, note, samples, before)
         waited = time.monotonic()
         while (found := _noted(note)).get("before") != before:
             if time.monotonic() - waited > _WAIT_SECONDS:
@@ -249,17 +332,20 @@ class DeepSpeedDataSampler:
                 )
             time.sleep(0.02)
         self.np_rng.bit_generator.state = found["after"]
-        return _cluster(str(path)) if found["size"] else np.empty(0, np.int64)
+        return self._opened(name) if found["size"] else None
 
-    def _write(self, path: Path, note: Path, order: npt.NDArray[Any], before: Any) -> None:
+    def _write(self, path: Path, note: Path, samples: Callable[[], Iterable[npt.NDArray[Any]]], before: Any) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.np_rng.shuffle(order)
         note.unlink(missing_ok=True)
-        if order.size:
-            write_indexed(str(path), order, np.array([order.size]))
+        parts = samples()
+        if not self._permutes:
+            whole = np.concatenate([*parts])
+            self.np_rng.shuffle(whole)
+            parts = [whole]
+        size = write_indexed(str(path), parts)
         after = _plain(self.np_rng.bit_generator.state)
         part = Path(f"{note}.part")
-        part.write_text(json.dumps({"before": before, "after": after, "size": order.size}), encoding="utf-8")
+        part.write_text(json.dumps({"before": before, "after": after, "size": size}), encoding="utf-8")
         os.replace(part, note)
         self.np_rng.bit_generator.state = before
 
@@ -290,12 +376,12 @@ class DeepSpeedDataSampler:
         self.np_rng.bit_generator.state = state_dict["np_rng_state"]
         for name, difficulty in self.current_difficulties.items():
             self.curriculum_schedulers[name].set_current_difficulty(difficulty)
-        self._clusters = [_cluster(path) for path in self.data_cluster_paths]
+        self.data_cluster_paths = [Path(each).name for each in self.data_cluster_paths]  # the folder may have moved
+        self._clusters = [self._opened(each) for each in self.data_cluster_paths]
 
 
-def _cluster(path: str) -> npt.NDArray[Any]:
-    found: npt.NDArray[Any] = MMapIndexedDataset(path)[0]
-    return found
+def _chunks(samples: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    return (samples[at : at + _CHUNK] for at in range(0, len(samples), _CHUNK))
 
 
 def _plain(state: Any) -> Any:
@@ -321,10 +407,6 @@ def _opened(metric: str, key: str, section: CurriculumMetricConfig) -> MMapIndex
             f"{error}. deepspeed.data's analyzer writes these files",
             path=f"data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.{metric}.{key}",
         ) from error
-
-
-def _values(dataset: MMapIndexedDataset) -> npt.NDArray[Any]:
-    return np.frombuffer(dataset._data, dataset.dtype_of_items)
 
 
 def _wrong_metric(metric: str, found: str) -> DeepSpeedConfigError:

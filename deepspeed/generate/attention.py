@@ -21,6 +21,8 @@ class PagedAttentionFunction:
         self._deterministic = deterministic
         self._batch: Batch | None = None
         self._cache: PagedCache | None = None
+        self.sources: dict[int, int] = {}
+        """Of each layer: the one whose keys and values it reads."""
 
     def begin(self, batch: Batch, cache: PagedCache) -> None:
         """The forward that follows computes this batch."""
@@ -47,20 +49,22 @@ class PagedAttentionFunction:
                 f"{type(module).__name__} was called outside of its engine while the engine holds the model's "
                 "attention. Call the engine's methods, or close it first."
             )
-        layer = cache.layer(layer_of(module))
+        number = layer_of(module)
+        layer = cache.layer(self.sources[number])
         if torch.is_autocast_enabled(query.device.type):
             kind = query.dtype if layer.key_scale is not None else layer.keys.dtype
             with torch.autocast(query.device.type, enabled=False):
                 return self(module, query.to(kind), key.to(kind), value.to(kind), attention_mask, scaling, **options)
-        write_pages(
-            _rows(key),
-            _rows(value),
-            layer.keys,
-            layer.values,
-            batch.slots[layer.group],
-            key_scale=layer.key_scale,
-            value_scale=layer.value_scale,
-        )
+        if self.sources[number] == number:
+            write_pages(
+                _rows(key),
+                _rows(value),
+                layer.keys,
+                layer.values,
+                batch.slots[layer.group],
+                key_scale=layer.key_scale,
+                value_scale=layer.value_scale,
+            )
         alone = self._deterministic and query.device.type == "cpu"
         how = AttentionOptions(
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,

@@ -57,17 +57,25 @@ def adopt(model: nn.Module, *, deterministic: bool = False, eight_bits: bool = F
     else:
         entry = CacheEntry(model)
     try:
-        entry.probe(eight_bits=eight_bits)
-        _require_all(model, entry.layers)
-    except BaseException:
+        _require_all(model, entry.probe(eight_bits=eight_bits), entry.layers)
+    except (UsageError, torch.OutOfMemoryError):
         entry.close()
         raise
+    except Exception as error:
+        entry.close()
+        raise UsageError(
+            f"{type(model).__name__} cannot be served: a forward of a few tokens failed with "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return entry
 
 
 @dataclass(slots=True)
 class _Seen:
     shape: LayerShape
+    key: Tensor
+    source: int
+    """The layer whose keys and values it reads: itself, or one before."""
     largest: tuple[Tensor, Tensor] | None = None
 
 
@@ -116,8 +124,8 @@ class InterfaceEntry:
         logits: Tensor = out.logits[0]
         return logits if self._keeps else logits[batch.wanted]
 
-    def probe(self, *, eight_bits: bool) -> None:
-        """Run a few tokens to see which layers call, and with what."""
+    def probe(self, *, eight_bits: bool) -> int:
+        """Run a few tokens to see which layers call, and with what; how many do."""
         seen: dict[int, _Seen] = {}
         name = free_name("deepspeed_probe")
         undo = register_attention(name, _prober(self._model, seen, measure=eight_bits), None)
@@ -130,13 +138,16 @@ class InterfaceEntry:
                 self._model(input_ids=ids[None], position_ids=torch.arange(count, device=device)[None], use_cache=False)
         finally:
             undo()
-        self.layers = tuple(seen[layer].shape for layer in sorted(seen))
+        own = [each for each in seen.values() if each.source == each.shape.layer]
+        self.layers = tuple(sorted((each.shape for each in own), key=lambda shape: shape.layer))
+        self._function.sources = {layer: found.source for layer, found in seen.items()}
         limit = torch.finfo(torch.float8_e4m3fn).max
         self.scales = {
             layer: tuple((_FP8_HEADROOM * each / limit).clamp(min=1e-6) for each in found.largest)  # type: ignore[misc]
             for layer, found in seen.items()
             if found.largest is not None
         }
+        return len(seen)
 
 
 def _prober(model: nn.Module, seen: dict[int, _Seen], *, measure: bool) -> Callable[..., tuple[Tensor, None]]:
@@ -161,7 +172,10 @@ def _prober(model: nn.Module, seen: dict[int, _Seen], *, measure: bool) -> Calla
         window = options.get("sliding_window")
         if window is None and kinds is not None and layer < len(kinds) and kinds[layer] == "sliding_attention":
             window = getattr(config, "sliding_window", None)
-        found = _Seen(LayerShape(layer, key.shape[1], key.shape[-1], value.shape[-1], window))
+        source = next((number for number, each in seen.items() if each.key is key), layer)
+        if source != layer and seen[source].shape.window != window:
+            raise UsageError(f"{name} cannot be served: layers of unlike windows share keys")
+        found = _Seen(LayerShape(layer, key.shape[1], key.shape[-1], value.shape[-1], window), key, source)
         if measure:
             found.largest = tuple(each[0].float().abs().amax((1, 2)) for each in (key, value))  # type: ignore[assignment]
         seen[layer] = found
@@ -204,27 +218,30 @@ class CacheEntry:
         logits: Tensor = out.logits
         return logits
 
-    def probe(self, *, eight_bits: bool) -> None:
-        """Run a few tokens to see which layers ask the cache, and what the model makes of padding."""
+    def probe(self, *, eight_bits: bool) -> int:
+        """Run a few tokens to see which layers ask the cache, and what the model makes of padding; how many do."""
         if "past_key_values" not in self._accepted:
-            return
-        past = ProbeCache()
+            return 0
+        past, begun = ProbeCache(), ProbeCache()
         whole = self._probed([1, 2, 3], [1, 1, 1], past)
-        self.layers = tuple(past.seen[layer] for layer in sorted(past.seen))
-        if not _alike(whole[:2], self._probed([1, 2], [1, 1], ProbeCache()), self._model.dtype):
+        self.layers = past.layers
+        if not _alike(whole[:2], self._probed([1, 2], [1, 1], begun), self._model.dtype):
             raise UsageError(
                 f"{type(self._model).__name__} cannot be served: its attention is not causal, since a token changes "
                 "the logits of those before it."
             )
-        padded = self._probed([0, 1, 2, 3], [0, 1, 1, 1], ProbeCache())[1:]
-        self._pads = _alike(whole, padded, self._model.dtype)
+        # Rows of a batch are padded by other lengths in each step, but keys stay as they were computed.
+        padded = self._probed([3], [0, 1, 1, 1], ProbeCache(begun)) if self.layers else whole[2:]
+        self._pads = _alike(whole[2:], padded, self._model.dtype)
+        return len(self.layers)
 
     @torch.no_grad()
     def _probed(self, tokens: list[int], mask: list[int], past: ProbeCache) -> Tensor:
-        """Logits [tokens, vocabulary] of one row."""
+        """Logits [tokens, vocabulary] of one row, whose `mask` has the tokens before, too."""
         device = torch.device(get_accelerator().current_device_name())
         ids, seen = (torch.tensor([each], device=device) for each in (tokens, mask))
-        return self._forward(ids, (seen.cumsum(1) - 1).clamp(min=0), seen, past)[0].float()
+        positions = (seen.cumsum(1) - 1).clamp(min=0)[:, -len(tokens) :]
+        return self._forward(ids, positions, seen, past)[0].float()
 
 
 def _alike(logits: Tensor, others: Tensor, dtype: Any) -> bool:
@@ -253,15 +270,13 @@ def _refuse_by_kind(model: nn.Module) -> None:
             f"{name} cannot be served: it has {what} ({_layer_name(model)}), and the cache holds keys and values of "
             "attention only. Use model.generate of Transformers."
         )
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise UsageError(f"{name} cannot be served: {text.num_kv_shared_layers} of its layers read other layers' keys")
 
 
-def _require_all(model: nn.Module, layers: Sequence[LayerShape]) -> None:
+def _require_all(model: nn.Module, found: int, layers: Sequence[LayerShape]) -> None:
     expected = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr,operator]
-    if len(layers) != expected:
+    if found != expected or not layers:
         raise UsageError(
-            f"{type(model).__name__} cannot be served: {len(layers)} of its {expected} layers have attention that a "
+            f"{type(model).__name__} cannot be served: {found} of its {expected} layers have attention that a "
             f"paged cache can hold; its layers are {_layer_name(model)}."
         )
 

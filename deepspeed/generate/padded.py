@@ -44,16 +44,27 @@ class _TransformersCache:
 
 
 class ProbeCache(_TransformersCache):
-    """Notes what layers would keep."""
+    """Notes what layers keep; `padded`: what is kept so far, after one token of padding."""
 
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.seen: dict[int, LayerShape] = {}
+    def __init__(self, padded: ProbeCache | None = None) -> None:
+        self._before = {} if padded is None else padded.kept
+        super().__init__(1 + next(iter(self._before.values()))[0].shape[2] if self._before else 0)
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        """What pages hold of each layer."""
+        found = ((layer, *self.kept[layer]) for layer in sorted(self.kept))
+        return tuple(LayerShape(layer, key.shape[1], key.shape[-1], value.shape[-1]) for layer, key, value in found)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """What a layer calls; gives back what it got."""
-        self.seen[layer_idx] = LayerShape(layer_idx, key.shape[1], key.shape[-1], value.shape[-1])
-        return key, value
+        """What a layer calls with [rows, heads, count, width]."""
+        self.kept[layer_idx] = key, value
+        if layer_idx not in self._before:
+            return key, value
+        pairs = zip(self._before[layer_idx], (key, value), strict=True)
+        keys, values = (torch.cat((old[:, :, :1], old, new), 2) for old, new in pairs)
+        return keys, values
 
 
 class PaddedCache(_TransformersCache):
@@ -70,8 +81,9 @@ class PaddedCache(_TransformersCache):
         layer = self._cache.layer(layer_idx)
         rows = [each.transpose(1, 2).flatten(0, 1) for each in (key, value)]
         write_pages(rows[0].to(layer.keys.dtype), rows[1].to(layer.values.dtype), layer.keys, layer.values, self._slots)
-        found = [pages.flatten(0, 1)[self._read].transpose(1, 2) for pages in (layer.keys, layer.values)]
-        return found[0], found[1]
+        pages = (each.flatten(0, 1) for each in (layer.keys, layer.values))
+        keys, values = (each[self._read].transpose(1, 2).contiguous() for each in pages)  # some models view them
+        return keys, values
 
 
 def padded_logits(forward: Forward, batch: Batch, ids: Tensor, cache: PagedCache, *, pads: bool) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from deepspeed.config.inference import RaggedInferenceEngineConfig
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.errors import UsageError
 from deepspeed.fusion.build import FusionFinding, find, lines, put
+from deepspeed.fusion.experts import find_experts
 from deepspeed.fusion.packed_linear import PackedProduct, WeightPacking, pack_linears
 from deepspeed.fusion.streamed import find_streams
 from deepspeed.log import log_dist
@@ -182,7 +184,8 @@ def inject(model: nn.Module, undo: ExitStack, *, streamed: bool, logged: bool = 
     found = list(find(model, _KINDS, serves="infer"))
     put(found, undo)
     if streamed:
-        few = [FusionFinding("stream", name, type(each).__name__, swap) for name, each, swap in find_streams(model)]
+        both = chain(find_experts(model), find_streams(model))
+        few = [FusionFinding("stream", name, type(each).__name__, swap) for name, each, swap in both]
         put(few, undo)
         found += few
     if found and logged:

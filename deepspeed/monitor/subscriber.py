@@ -7,9 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.clock import HostCopy
 from deepspeed.events import EventStream, ExpertsUsed, Phase, RolloutCompared, StepFinished, Subscription
 from deepspeed.monitor.monitor import Monitor, writes_here
 
@@ -23,12 +21,11 @@ _ROLLOUT = "Train/Rollout/logprob_gap_"
 
 @dataclass(frozen=True, slots=True)
 class _PendingMetrics:
-    """Metrics of a step whose loss is on its way to the host; it has arrived once `arrived` has happened."""
+    """Metrics of a step whose loss is on its way to the host."""
 
     metrics: list[tuple[str, Any, int]]
-    loss: torch.Tensor
+    loss: HostCopy
     samples: int
-    arrived: Any
 
 
 class MonitorSubscriber:
@@ -59,8 +56,8 @@ class MonitorSubscriber:
         """Write what is still on its way from the device."""
         unread, self._unread = self._unread, None
         if unread is not None:
-            unread.arrived.synchronize()
-            self._monitor.write_events([*unread.metrics, (_PREFIX + "train_loss", unread.loss, unread.samples)])
+            loss = (_PREFIX + "train_loss", unread.loss.read(), unread.samples)
+            self._monitor.write_events([*unread.metrics, loss])
 
     def close(self) -> None:
         """Write what is left and stop listening; the monitor stays open: its owner closes it."""
@@ -74,20 +71,12 @@ class MonitorSubscriber:
             metrics.append((_PREFIX + "lr", event.lr[0], event.samples))
         if event.loss_scale is not None:
             metrics.append((_PREFIX + "loss_scale", event.loss_scale, event.samples))
-        loss = event.loss
-        if isinstance(loss, torch.Tensor):
-            loss = loss.detach().float().mean()  # over the micro batches
-            accelerator = get_accelerator()
-            if accelerator.on_accelerator(loss) and not accelerator.is_synchronized_device():
-                copy, arrived = loss.to("cpu", non_blocking=True), accelerator.Event()
-                arrived.record()
-                self._unread = _PendingMetrics(metrics, copy, event.samples, arrived)
-                if arrived.query():
-                    self.flush()
-                return
-        if loss is not None:
-            metrics.append((_PREFIX + "train_loss", loss, event.samples))
-        self._monitor.write_events(metrics)
+        if (loss := event.loss) is None:
+            self._monitor.write_events(metrics)
+            return
+        self._unread = _PendingMetrics(metrics, HostCopy(loss), event.samples)
+        if self._unread.loss.arrived:
+            self.flush()
 
     def _experts_used(self, event: ExpertsUsed) -> None:
         self.flush()

@@ -57,6 +57,7 @@ _FAMILIES = (
     "deepspeed.ops.generate.attention",
     "deepspeed.ops.generate.pages",
     "deepspeed.ops.generate.streaming",
+    "deepspeed.ops.generate.experts",
     "deepspeed.ops.generate.packed",
     "deepspeed.ops.generate.sampling",
 )

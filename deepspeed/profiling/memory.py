@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 
@@ -14,38 +15,50 @@ _GB = 1024**3
 _SHOWN = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 
 
-def memory_line() -> str:
-    """Allocated and reserved memory of the device, now and at most since the last reset, and of the host."""
+def memory_now(device_index: int | None = None) -> dict[str, int]:
+    """Bytes of the device, now and at most since the last reset, and of the host: the one account of memory."""
     device, host = get_accelerator(), HostMemory()
-    used = {
-        "MA": device.memory_allocated(),
-        "Max_MA": device.max_memory_allocated(),
-        "CA": device.memory_reserved(),
-        "Max_CA": device.max_memory_reserved(),
+    total, where = host.total(), () if device_index is None else (device_index,)
+    return {
+        "allocated": device.memory_allocated(*where),
+        "max_allocated": device.max_memory_allocated(*where),
+        "reserved": device.memory_reserved(*where),
+        "max_reserved": device.max_memory_reserved(*where),
+        "host": total - host.available() if total else 0,
+        "host_total": total,
     }
-    parts = [f"{name} {size / _GB:.2f} GB" for name, size in used.items()]
-    total = host.total()
-    if total:
-        taken = total - host.available()
-        parts.append(f"host memory used {taken / _GB:.2f} GB, {100 * taken / total:.1f} %")
+
+
+_SHORT = {"MA": "allocated", "Max_MA": "max_allocated", "CA": "reserved", "Max_CA": "max_reserved"}
+
+
+def memory_line(kinds: Mapping[str, int] | None = None) -> str:
+    """Memory in use as a line, by kind where the kinds are known."""
+    now = memory_now()
+    parts = [f"{name} {now[full] / _GB:.2f} GB" for name, full in _SHORT.items()]
+    if now["host_total"]:
+        share = 100 * now["host"] / now["host_total"]
+        parts.append(f"host memory used {now['host'] / _GB:.2f} GB, {share:.1f} %")
+    parts += [f"{kind} {nbytes / _GB:.2f} GB" for kind, nbytes in (kinds or {}).items()]
     return " | ".join(parts)
 
 
-def see_memory_usage(message: str, force: bool = False) -> None:
+def see_memory_usage(message: str, force: bool = False, kinds: Mapping[str, int] | None = None) -> None:
     """Write `message` and the memory in use to standard output on rank 0, and start the peaks anew.
 
-    Calls stay in a script for the day they are needed: without `force` nothing happens.
+    Calls stay in a script for the day they are needed: without `force` nothing happens. `kinds` adds bytes by kind.
     """
     if not force or get_dist_msg("") is None:
         return
-    print_dist(f"{message} | {memory_line()}")
+    print_dist(f"{message} | {memory_line(kinds)}")
     get_accelerator().reset_peak_memory_stats()
 
 
 class MemoryBreakdown:
-    """Writes the memory in use before and after forward, backward and step, on rank 0."""
+    """Writes the memory in use before and after forward, backward and step, on rank 0, with its kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Callable[[], Mapping[str, int]] = dict) -> None:
+        self._kinds = kinds
         self._subscriptions = ExitStack()
 
     def attach(self, events: EventStream) -> MemoryBreakdown:
@@ -61,4 +74,4 @@ class MemoryBreakdown:
 
     def _show(self, when: str, event: PhaseBegan | PhaseFinished) -> None:
         if event.phase in _SHOWN:
-            see_memory_usage(f"{when} {event.phase.value}, micro step {event.micro_step}", force=True)
+            see_memory_usage(f"{when} {event.phase.value}, micro step {event.micro_step}", True, self._kinds())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from deepspeed.parallel import AxisGroup
     from deepspeed.precision.scale import LossScale
     from deepspeed.runtime.step.stepper import StepOutcome, Stepper
-    from deepspeed.zero.interface import ParameterOffload
+    from deepspeed.zero.interface import ParameterOffload, RestingWeights
 
 
 __all__ = ["DeepSpeedOptimizer", "MixedPrecisionOptimizer", "ZeROOptimizer", "reload"]
@@ -230,6 +230,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     (`single_partition_of_fp32_groups` and others) are computed when asked for: `deepspeed.zero.public.views`.
     """
 
+    resting: RestingWeights | None = None
+    """Frozen weights that rest as codes, where the config says so."""
     parameter_offload: ParameterOffload
     """At stage 3 only: the hooks that gather parameters, for clients that take them off and put them on again."""
 
@@ -241,6 +243,18 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     def dp_process_group(self) -> Any:
         """The ranks over which states are spread."""
         return self._axis.group
+
+    def quantize_nontrainable_params(self) -> None:
+        """Let frozen weights rest as codes from now on, also those that were frozen after `initialize`.
+
+        All ranks call it together, at stage 3 with `zero_optimization.zero_quantized_nontrainable_weights`.
+        """
+        if self.resting is None:
+            raise UsageError(
+                "optimizer.quantize_nontrainable_params: this engine was not configured for it; set "
+                "zero_optimization.zero_quantized_nontrainable_weights with stage 3"
+            )
+        self.resting.take(self._stepper.states.held)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):

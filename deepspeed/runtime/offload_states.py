@@ -69,7 +69,7 @@ def inventory(parts: Parts) -> dict[Kind, list[Tensor]]:
         raise UsageError("engine.offload_states() moves the states of an optimizer, and this engine has none")
     params: list[Tensor] = list(parts.module.parameters())
     for shard in shards_of(params):
-        params += [shard.data, shard.flat, shard.full]
+        params += [shard.stored, shard.flat, shard.full]
     own = {each.untyped_storage()._cdata for each in params}
     pieces = [piece for group in states.groups for piece in group.pieces if not piece.away]
     masters: list[Tensor] = [piece.master for piece in pieces if piece.master.untyped_storage()._cdata not in own]

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.comm.codec import BlockCodec, block_codec
-from deepspeed.config.rules import one_bit_conflicts
+from deepspeed.config.rules import local_steps_conflict, one_bit_conflicts
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import NOTICE, log_dist_once
 from deepspeed.memory.tier import StateTiers
 from deepspeed.ops.muon import MuonWithAuxAdam, SingleDeviceMuon
+from deepspeed.ops.onebit import ZeroOneAdam
 from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
@@ -30,13 +31,14 @@ from deepspeed.zero.agreement import RankAgreement
 from deepspeed.zero.birth.placement import rank_device
 from deepspeed.zero.gradients import replicated
 from deepspeed.zero.gradients.coded import CodedReduction, ErrorMemory
+from deepspeed.zero.gradients.owned_signs import OwnedSigns
 from deepspeed.zero.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.zero.gradients.reduction import ReduceToOwners, Reduction, ReductionWeights
 from deepspeed.zero.gradients.sign_reduction import SignReduction
 from deepspeed.zero.gradients.sparse import embedding_parameters
 from deepspeed.zero.memory_budget import Budgeted
 from deepspeed.zero.offload import gather_from, remotes_of, reserve, store_of, tiers_of, uses_disk
-from deepspeed.zero.parameters.coded import CodedBlockGather, CodedGather, travels_coded
+from deepspeed.zero.parameters.coded import CodedBlockGather, CodedGather, RestingWeights, travels_coded
 from deepspeed.zero.parameters.coordinator import FetchCoordinator
 from deepspeed.zero.parameters.fetch_plan import FetchLimits
 from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
@@ -131,6 +133,8 @@ class ZeroModel:
     hooks: ModuleHooks | None = None
     remote: ChunkTier | None = None
     """Where parameters live between their uses; None: on the device."""
+    resting: RestingWeights | None = None
+    """Weights that are frozen, where the config says that they rest as codes."""
     reductions: Mapping[Placement, Reduction] = field(default_factory=dict)
     """How gradients are reduced, in the order in which placements were first used."""
 
@@ -207,7 +211,10 @@ class StateBuilder:
                 "not cut; remove the key, or keep the experts of a layer on one rank.",
                 path="zero_optimization.mics_shard_size",
             )
-        self._require_whole()
+        optimizer = self.optimizer
+        if isinstance(optimizer, OneBitOptimizer):
+            self._require_signs(optimizer)
+            self.measure = replace(self.measure, local=lambda: optimizer.local)
         self.axes = ShardAxes(self.measure.ranks_of, zero.mics_shard_size if zero.shards_states else -1)
         self.tiers, self.remotes = self.agreement.run_together(
             lambda: (tiers_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack)),
@@ -215,15 +222,19 @@ class StateBuilder:
             needed=uses_disk(schema),
         )
 
-    def _require_whole(self) -> None:
-        """Refuse an optimizer that exchanges signs of whole momenta where ranks have parts of them."""
-        if not isinstance(self.optimizer, OneBitOptimizer):
-            return
-        experts = "experts that lie on several ranks" if self.measure.lies_on is not None else ""
-        if found := one_bit_conflicts(self.schema) or experts:
-            kind = type(self.optimizer).__name__
+    def _require_signs(self, optimizer: OneBitOptimizer) -> None:
+        """Refuse what does not work with an optimizer that exchanges signs."""
+        kind, sharded = type(optimizer), self.schema.zero_optimization.shards_states
+        others = [one_bit_conflicts(self.schema)]
+        if self.measure.lies_on is not None:
+            others.append("experts that lie on several ranks")
+        if sharded and kind is ZeroOneAdam:
+            others.append(local_steps_conflict(self.schema))
+        if sharded and any("exp_avg_mask" in group for group in optimizer.param_groups):
+            others.append("exp_avg_mask at zero_optimization.stage 1 to 3, where ranks have parts of parameters")
+        if found := ", ".join(filter(None, others)):
             raise DeepSpeedConfigError(
-                f"optimizer: {kind}, whose ranks exchange signs of whole momenta, does not work with {found}",
+                f"optimizer: {kind.__name__}, whose ranks exchange signs of momenta, does not work with {found}",
                 path="optimizer.type",
             )
 
@@ -234,7 +245,7 @@ class StateBuilder:
         check_size(self.measure.axis, int(zero.zero_hpz_partition_size))
         if zero.stage > 0 and (size > 1 or self.remotes is not None):
             _refuse_torch_muon(self.optimizer)
-        if zero.stage == 3 and (size > 1 or self.remotes is not None):
+        if zero.stage == 3 and (size > 1 or self.remotes is not None or zero.zero_quantized_nontrainable_weights):
             return self._shard_parameters()
         if size > 1 and zero.stage > 0 and self.optimizer is not None:
             return self._taken(placed(ranks_of, self._placement), self._resident)
@@ -277,8 +288,10 @@ class StateBuilder:
     def _reduction(self, placement: Placement) -> Reduction:
         """How the gradients of a placement are reduced, for this optimizer."""
         plain = make_reduction(self.schema, placement)
-        if not isinstance(self.optimizer, OneBitOptimizer) or placement.replicate is None or placement.copies == 1:
+        if not isinstance(self.optimizer, OneBitOptimizer) or placement.shard.size * placement.copies == 1:
             return plain
+        if placement.replicate is None:
+            return OwnedSigns(plain, placement.shard, self.optimizer)
         return SignReduction(plain, placement.replicate, self.optimizer)
 
     def _planner(self, axis_of: AxisOf, make: Make | None) -> GroupPlanner:
@@ -293,8 +306,6 @@ class StateBuilder:
         """Gradients are summed where they lie; without an optimizer, too, for a user who updates parameters."""
         planner, module, measure = self._planner(axis_of, None), self.module, self.measure
         schema, precision, optimizer = self.schema, self.precision, self.optimizer
-        if isinstance(optimizer, OneBitOptimizer):
-            measure = replace(measure, local=lambda: optimizer.local)
         states = None if optimizer is None else OptimizerStates(optimizer, planner.groups, measure, waits=planner.waits)
 
         def holder_of(param: nn.Parameter) -> nn.Parameter:
@@ -334,7 +345,12 @@ class StateBuilder:
         next((placements(param) for param in self.module.parameters() if measure.ranks_of(param) is measure.axis), None)
         make = partial(StripedGroup, arrived=coordinator.gradient_arrived if hooks.handles else None)
         sharded = self._taken(placements, make, fetching)
-        return replace(sharded, remote=None if self.remotes is None else self.remotes.remote)
+        quantised = self.schema.zero_optimization.zero_quantized_nontrainable_weights
+        return replace(
+            sharded,
+            remote=None if self.remotes is None else self.remotes.remote,
+            resting=RestingWeights(self.module, weight_codec(self.schema)) if quantised else None,
+        )
 
     def _taken(
         self, axis_of: AxisOf, make: Make, fetching: tuple[FetchCoordinator, ModuleHooks] | None = None
@@ -353,6 +369,9 @@ class StateBuilder:
         )
         if states is not None:
             states.reducer = reducer
+            for exchange in planner.reductions.values():
+                if isinstance(exchange, OwnedSigns):
+                    exchange.groups, states.local_gradients = lambda: states.groups, exchange.gradients
         found = planner.reductions
         sharded = ZeroModel(reducer, states, planner.names, self.axes, coordinator, hooks, reductions=found)
         sharded.leave_by_passes()
@@ -423,9 +442,12 @@ class StateBuilder:
         for each in shards:
             each.strict = zero.enable_sanity_checks
             each.gather = way if each.remote is None else far
-        copies = near_copies(shards, int(zero.zero_hpz_partition_size))
         total = int(zero.model_persistence_threshold) // axes.levels(self.measure.axis)[0].size
-        gather(persist(shards, int(zero.param_persistence_threshold), total))
+        missing = persist(shards, int(zero.param_persistence_threshold), total)
+        if zero.zero_quantized_nontrainable_weights:
+            RestingWeights(module, weight_codec(schema)).take()
+        copies = near_copies(shards, int(zero.zero_hpz_partition_size))
+        gather(missing)
         passes = FetchSchedule(
             self.agreement,
             FetchLimits(self._ahead(), live=int(zero.max_live_parameters), reuse=int(zero.max_reuse_distance)),

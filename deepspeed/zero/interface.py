@@ -4,6 +4,7 @@ from deepspeed.zero.agreement import RankAgreement as RankAgreement
 from deepspeed.zero.build import ZeroModel as ZeroModel
 from deepspeed.zero.gradients.reducer import GradientReducer as GradientReducer
 from deepspeed.zero.parameters import gather as gather
+from deepspeed.zero.parameters.coded import RestingWeights as RestingWeights
 from deepspeed.zero.parameters.data import plain_data as plain_data
 from deepspeed.zero.parameters.nested_tensors import tensors_in as tensors_in
 from deepspeed.zero.parameters.shard import Shard as Shard

@@ -81,6 +81,8 @@ class SaveRequest:
     """Executable texts that the leader places beside the checkpoint."""
     settled: bool = False
     """The tensors will not change any more, such as copies in memory from `allocator()`: no snapshot is needed."""
+    finished: Callable[[], None] | None = None
+    """Called once the checkpoint is complete, by the thread that wrote it."""
 
 
 def default_tag(global_steps: int) -> str:
@@ -215,6 +217,8 @@ class CheckpointManager:
         parts = [part for rank, part in enumerate(heard) if save.nodes[rank] == self.place.node]
         on_all_ranks(save.meeting, save.what, lambda: self._seal(save, parts) if self.place.leader else None)
         on_all_ranks(save.meeting, save.what, lambda: self._publish(save) if self.place.leader else None)
+        if save.request.finished is not None:
+            save.request.finished()
 
     def _write(self, save: _Save) -> dict[str, Any]:
         written: dict[str, FileFacts] = {}

@@ -20,8 +20,9 @@ from typing import Any
 import torch.distributed as td
 from torch.distributed import distributed_c10d as c10d
 
+from deepspeed.comm.processes import host_name
 from deepspeed.comm.records import Entry
-from deepspeed.comm.watch.neighbours import Neighbours, host_name
+from deepspeed.comm.watch.neighbours import Neighbours
 from deepspeed.comm.watch.report import GroupProgress, RankReport, WaitingCall, call_of
 from deepspeed.comm.watch.store import WatchStore
 from deepspeed.comm.watch.threads import all_stacks, main_place, positions

@@ -9,11 +9,10 @@ import mmap
 import os
 import re
 import signal
-import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
+from deepspeed.comm.processes import has_ended, host_key, host_name, process_state
 from deepspeed.comm.watch.call_log import CallLog, open_log, progress_of, read_calls, read_end
 from deepspeed.comm.watch.report import RankReport
 from deepspeed.comm.watch.store import WatchStore
@@ -22,32 +21,6 @@ from deepspeed.comm.watch.threads import place_in
 _STACK_BYTES = 64 << 10
 _STACK_WAIT = 0.5  # seconds that a process gets to write its stacks
 _FILE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in ')
-
-
-def supported() -> bool:
-    """Whether this system has memory files and tells about processes: Linux."""
-    return hasattr(os, "memfd_create") and Path("/proc/self/stat").exists()
-
-
-def host_name() -> str:
-    """This host for people."""
-    return socket.gethostname()
-
-
-def _host_key() -> str:
-    """What processes share that can see each other: kernel, processes and network."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
-    spaces = "-".join(re.sub(r"\D", "", os.readlink(f"/proc/self/ns/{kind}")) for kind in ("pid", "net"))
-    return f"{host_name()}-{boot}-{spaces}"
-
-
-def _stat(pid: int) -> tuple[str, str] | None:
-    """State letter and start time of a process; None if there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0], fields[19]
 
 
 class Stacks:
@@ -78,10 +51,10 @@ class Neighbour:
 
     def look(self) -> str:
         """`gone`, `stopped` or `runs`."""
-        found = _stat(self.pid)
-        if found is None or found[1] != self.started or found[0] in "ZX":
+        if has_ended(self.pid, self.started):
             return "gone"
-        return "stopped" if found[0] in "Tt" else "runs"
+        found = process_state(self.pid)
+        return "stopped" if found is not None and found[0] in "Tt" else "runs"
 
     def report(self, *, silent: bool = False) -> RankReport:
         """What can be told of it from outside; with `silent` it has been asked and did not answer."""
@@ -134,10 +107,10 @@ class Neighbours:
     def __init__(self, store: WatchStore, rank: int, call_log: CallLog, stacks: Stacks) -> None:
         self._store = store
         self._rank = rank
-        self._key = _host_key()
+        self._key = host_key()
         self._read = 0
         self.found: dict[int, Neighbour] = {}
-        own = _stat(os.getpid())
+        own = process_state(os.getpid())
         assert own is not None, "this process is in /proc"
         hello = {
             "rank": rank, "pid": os.getpid(), "started": own[1],

@@ -15,8 +15,9 @@ from typing import Any
 import torch.distributed as td
 from torch.distributed import c10d_logger
 
+from deepspeed.comm.processes import supported
 from deepspeed.comm.records import Entry
-from deepspeed.comm.watch.neighbours import Stacks, supported
+from deepspeed.comm.watch.neighbours import Stacks
 from deepspeed.comm.watch.report import WaitingCall, call_of
 from deepspeed.comm.watch.settings import HangSettings, limit_group, limit_groups
 from deepspeed.comm.watch.store import connect, has_shared_store

@@ -26,11 +26,12 @@ import torch.distributed as td
 from torch.distributed import distributed_c10d as c10d
 
 from deepspeed.comm.discover import local_ranks
+from deepspeed.comm.processes import host_name
 from deepspeed.comm.records import Entry
 from deepspeed.comm.verdict_pipe import tell_launcher
 from deepspeed.comm.watch.call_log import CallLog
 from deepspeed.comm.watch.inquiry import Inquiry, ReportBuilder, incident_of, judge_locally, write_stacks
-from deepspeed.comm.watch.neighbours import Neighbours, Stacks, host_name
+from deepspeed.comm.watch.neighbours import Neighbours, Stacks
 from deepspeed.comm.watch.report import WaitingCall
 from deepspeed.comm.watch.settings import HangSettings, seconds_of
 from deepspeed.comm.watch.store import StoreGone, WatchStore, store_address
@@ -336,7 +337,10 @@ class Watcher:
             still = [*active_calls(self._finders), *(last_launched(self._entries()) if found["ranks"] else ())]
             # A call that has failed meanwhile cut the inquiry short, and gets a verdict of its own.
             if one.key in {other.key for other in still} and self._jobs.empty():
-                logger.warning("%s has not completed for %.0f s: %s", one.call, age, found["text"])
+                found_text = found["text"]
+                logger.warning(
+                    "%s has not completed for %.0f s: %s", one.call, age, found_text, extra={"event": "hang"}
+                )
 
     def _give_up(self, one: ActiveCall, age: float) -> None:
         """End what a device would wait for until torch ends the process without a message."""

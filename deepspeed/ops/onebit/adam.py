@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed.ops.adam.rule import ADAM, AdamRule
 from deepspeed.ops.batch_rule import BatchRule
 from deepspeed.ops.moments import Group
-from deepspeed.ops.onebit.base import OneBitOptimizer, masked
+from deepspeed.ops.onebit.base import Member, OneBitOptimizer, masked
 
 __all__ = ["OnebitAdam"]
 
@@ -63,20 +63,17 @@ class OnebitAdam(OneBitOptimizer):
             for group in self.param_groups:
                 self._warm(group)
             return
-        divided = [self._divided(group) for group in self.param_groups]
-        for group, (settled, others) in zip(self.param_groups, divided, strict=True):
+        members: list[Member] = []
+        for group, settled, others in self._divide():
             self._warm_others(group, others)
-            for param in settled:
-                self.state[param]["step"] += 1
-                self.state[param]["exp_avg"].lerp_(self._gradient_of(param), 1 - group["betas"][0])
-        self._exchanged({param: self.state[param]["exp_avg"] for settled, _ in divided for param in settled})
-        for group, (settled, _) in zip(self.param_groups, divided, strict=True):
-            for param in settled:
-                state = self.state[param]
-                masked(group, state["exp_avg"])
-                correct = corrections(group, state["step"], self.freeze_step)
-                update = state["exp_avg"] / correct[0] / denominator(group, state["exp_avg_sq"], correct[1])
-                param.sub_(update.add_(param, alpha=group["weight_decay"]), alpha=group["lr"])
+            members += [(group, param, self.state[param]["exp_avg"]) for param in settled]
+        self._advance_momenta(members)
+        for group, param, momentum in members:
+            state = self.state[param]
+            state["step"] += 1
+            correct = corrections(group, state["step"], self.freeze_step)
+            update = masked(group, momentum) / correct[0] / denominator(group, state["exp_avg_sq"], correct[1])
+            param.sub_(update.add_(param, alpha=group["weight_decay"]), alpha=group["lr"])
 
 
 def corrections(group: Group, step: int, updates: int) -> tuple[float, float]:

@@ -1,8 +1,10 @@
 """What optimizers have in common that exchange signs of what they make of gradients, in place of the gradients.
 
 [Note: local gradients] While `local` is true, gradients stay on the ranks that computed them. An optimizer then gives
-its `exchange` what takes their place. All ranks give the same tensors in the same order: a parameter without a gradient
-counts as one whose gradient is zero, and one that has no variance yet has its gradient averaged as it is.
+its `exchange` what takes their place. A parameter without a gradient counts as one whose gradient is zero, and one that
+has no variance yet has its gradient averaged as it is. Where optimizers have whole parameters, all ranks give the same
+tensors in the same order. Where each has pieces of its own, the exchange adds gradients to the momenta itself: it alone
+knows of the pieces of others.
 """
 
 from __future__ import annotations
@@ -20,17 +22,31 @@ from deepspeed.ops.rule_optimizers import DeviceOptimizer
 _BACKENDS = ("ccl", "compressed", "gloo", "hccl", "mpi", "nccl")
 
 
+Member = tuple[Group, Tensor, Tensor]
+"""A group, one of its parameters, and a momentum of it."""
+
+
 class MomentumExchange(Protocol):
     """Means over the ranks that train the same parameters; all of them call the same methods in the same order."""
 
+    @property
+    def owned(self) -> bool:
+        """True if an optimizer has the pieces that its rank owns; else whole parameters."""
+
+    def prepare(self, settled: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Give `others`, which have no variance that stays, their mean gradients; None where no rank has one."""
+
+    def advance(self, members: Sequence[Member]) -> None:
+        """Add local gradients to the momenta of what was settled in `prepare`; then take means of their signs."""
+
+    def over_pieces(self, params: Sequence[Tensor], rows: Tensor, *, largest: bool) -> Tensor:
+        """Rows of numbers of these, summed over all pieces of each parameter, or the largest; float64."""
+
     def sign_mean(self, values: Mapping[Any, Tensor]) -> None:
-        """Replace tensors by their mean as signs tell it; errors are kept by the key, a parameter or a name."""
+        """Replace whole tensors by their mean as signs tell it; errors are kept by the key, a parameter or a name."""
 
     def exact_mean(self, values: Sequence[Tensor]) -> None:
         """Replace tensors by their mean."""
-
-    def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of the flags are true on any rank."""
 
     def forget(self) -> None:
         """Begin anew with errors of zero."""
@@ -92,32 +108,35 @@ class OneBitOptimizer(DeviceOptimizer):
         known = set(settled)
         return settled, [param for param in group["params"] if param not in known]
 
+    def _divide(self) -> list[tuple[Group, list[Tensor], list[Tensor]]]:
+        """The groups with what `_divided` says of them; those without a variance that stays have mean gradients."""
+        divided = [(group, *self._divided(group)) for group in self.param_groups]
+        if self.exchange is not None:
+            settled = [param for _, found, _ in divided for param in found]
+            self.exchange.prepare(settled, [param for _, _, others in divided for param in others])
+        return divided
+
     def _warm_others(self, group: Group, others: list[Tensor]) -> None:
-        """A step with the mean gradient of parameters whose variance does not stay yet."""
-        everything, exchange = group["params"], self.exchange
-        if exchange is not None and others:
-            had = exchange.any_of([param.grad is not None for param in others])
-            others = [param for param, present in zip(others, had, strict=True) if present]
-            for param in others:
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-            exchange.exact_mean([param.grad for param in others if param.grad is not None])
+        """A step of parameters whose variance does not stay yet."""
+        everything = group["params"]
         try:
             group["params"] = others
             self._warm(group)
         finally:
             group["params"] = everything
 
-    def _gradient_of(self, param: Tensor) -> Tensor:
-        return torch.zeros_like(param) if param.grad is None else param.grad
+    def _advance_momenta(self, members: Sequence[Member]) -> None:
+        """See `MomentumExchange.advance`; on a single rank momenta are what they are."""
+        if self.exchange is not None:
+            self.exchange.advance(members)
+            return
+        for group, param, momentum in members:
+            momentum.lerp_(gradient_of(param), 1 - group["betas"][0])
 
     def _exchanged(self, values: Mapping[Any, Tensor]) -> None:
         """Means of signs of tensors of any shape, in place."""
-        if self.exchange is None or not values:
-            return
-        flat = {key: value.reshape(-1).to(torch.float32, copy=True) for key, value in values.items()}
-        self.exchange.sign_mean(flat)
-        for key, value in values.items():
-            value.copy_(flat[key].view(value.shape))
+        if self.exchange is not None and values:
+            self.exchange.sign_mean(values)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See `MomentKeeper`; errors of an exchange begin anew, until a checkpoint brings those of its rank."""
@@ -125,6 +144,11 @@ class OneBitOptimizer(DeviceOptimizer):
         self.steps = max((int(state.get("step", 0)) for state in self.state.values()), default=0)
         if self.exchange is not None:
             self.exchange.forget()
+
+
+def gradient_of(param: Tensor) -> Tensor:
+    """A parameter's gradient; zeros where there is none."""
+    return torch.zeros_like(param) if param.grad is None else param.grad
 
 
 def masked(group: Group, value: Tensor) -> Tensor:

@@ -17,12 +17,9 @@ from torch import Tensor
 from deepspeed.ops.batch_rule import BatchRule, update_
 from deepspeed.ops.lamb.rule import LAMB, LambRule
 from deepspeed.ops.moments import Group
-from deepspeed.ops.onebit.base import OneBitOptimizer, masked
+from deepspeed.ops.onebit.base import Member, OneBitOptimizer, gradient_of, masked
 
 __all__ = ["OnebitLamb"]
-
-Member = tuple[Group, Tensor, Tensor]
-"""A group, one of its parameters, and its momentum before the step."""
 
 
 class OnebitLamb(OneBitOptimizer):
@@ -82,32 +79,25 @@ class OnebitLamb(OneBitOptimizer):
                 self._warm(group)
             return
         members: list[Member] = []
-        for group in self.param_groups:
-            settled, others = self._divided(group)
+        for group, settled, others in self._divide():
             self._warm_others(group, others)
             members += [(group, param, self.state[param]["exp_avg"].clone()) for param in settled]
-        if members:
+        if self.exchange is not None and self.exchange.owned:
+            self._exchange_pieces(members)
+        elif members:
             self._exchange_momenta(members)
-            self._advance(members)
+        self._follow(members)
 
     def _warm(self, group: Group) -> None:
         """LAMB, with the mean of its coefficients."""
-        names = self.moments[:2]
         for param in group["params"]:
             if param.grad is not None and "step" not in self.state[param]:
                 self._begin(group, param, self.state[param], self.moments)
                 self.state[param].update(lamb_coeff_freeze=0.0, last_factor=1.0)
-        found: dict[Tensor, Tensor] = {}
-        numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "bias_correction")}
-        rule = LambRule.of(
-            numbers | {"max_coeff": group["max_coeff"], "min_coeff": group["min_coeff"]},
-            eps_inside_sqrt=False,
-            scale=1.0,
-        )
-        for batch in self._batches(group, names):
-            found.update(
-                zip(batch.params, chain.from_iterable(update_(LAMB, batch, rule, None, one_pass=False)), strict=True)
-            )
+        if self.exchange is not None and self.exchange.owned:
+            found = self._warm_pieces(group)
+        else:
+            found = self._warm_whole(group)
         params = [param for param in group["params"] if param in found]
         ratios = torch.stack([found[param] for param in params]).tolist() if params else []
         self._coefficients = [*self._coefficients, *ratios]
@@ -117,6 +107,48 @@ class OnebitLamb(OneBitOptimizer):
                 state["lamb_coeff_freeze"] += (1 - group["coeff_beta"]) * (ratio - state["lamb_coeff_freeze"])
             if state["step"] == self.freeze_step:
                 state["exp_avg_sq_fresh"].copy_(state["exp_avg_sq"])
+
+    def _rule_of(self, group: Group) -> LambRule:
+        return LambRule.of(group, eps_inside_sqrt=False, scale=1.0)
+
+    def _warm_whole(self, group: Group) -> dict[Tensor, Tensor]:
+        found: dict[Tensor, Tensor] = {}
+        for batch in self._batches(group, self.moments[:2]):
+            results = update_(LAMB, batch, self._rule_of(group), None, one_pass=False)
+            found.update(zip(batch.params, chain.from_iterable(results), strict=True))
+        return found
+
+    def _warm_pieces(self, group: Group) -> dict[Tensor, Tensor]:
+        """The same with norms of whole parameters, of which this rank has pieces."""
+        rule, params = self._rule_of(group), [param for param in group["params"] if param.grad is not None]
+        updates: list[Tensor] = []
+        for param in params:
+            state, gradient = self.state[param], gradient_of(param)
+            state["step"] += 1
+            state["exp_avg"].lerp_(gradient, 1 - rule.beta1)
+            state["exp_avg_sq"].mul_(rule.beta2).addcmul_(gradient, gradient, value=1 - rule.beta2)
+            update = state["exp_avg"] / state["exp_avg_sq"].sqrt().add_(rule.eps)
+            updates.append(update.add_(param, alpha=rule.weight_decay))
+        squares = [each.square().sum() for pair in zip(params, updates, strict=True) for each in pair]
+        norms = self._of_whole(params, squares, 2).sqrt()
+        ratios = rule.coefficients(norms[:, 0], norms[:, 1]).float()
+        for param, update, ratio in zip(params, updates, ratios, strict=True):
+            param.sub_(update.mul_(ratio.to(param.device)), alpha=rule.step_size(self.state[param]["step"]))
+        return dict(zip(params, ratios, strict=True))
+
+    def _of_whole(
+        self, params: Sequence[Tensor], numbers: list[Tensor], count: int, *, largest: bool = False
+    ) -> Tensor:
+        """Rows of so many numbers of each parameter: the sum over its pieces, or the largest of them."""
+        rows = torch.stack(numbers).view(-1, count).double() if numbers else torch.zeros(0, count)
+        return rows if self.exchange is None else self.exchange.over_pieces(params, rows, largest=largest)
+
+    def _exchange_pieces(self, members: Sequence[Member]) -> None:
+        """Each piece of a parameter by itself, so that nothing has to be of one size."""
+        self._advance_momenta([(group, param, self.state[param]["exp_avg"]) for group, param, _ in members])
+        for group, param, _ in members:
+            self.state[param]["step"] += 1
+            masked(group, self.state[param]["exp_avg"])
 
     def _exchange_momenta(self, members: Sequence[Member]) -> None:
         """As one tensor, in which the momenta are of one size; the sizes are those at the end of the warm-up."""
@@ -128,7 +160,7 @@ class OnebitLamb(OneBitOptimizer):
         for group, param, _ in members:
             state = self.state[param]
             state["step"] += 1
-            state["exp_avg"].lerp_(self._gradient_of(param), 1 - group["betas"][0]).mul_(state["scaling_coeff"])
+            state["exp_avg"].lerp_(gradient_of(param), 1 - group["betas"][0]).mul_(state["scaling_coeff"])
         momenta = [self.state[param]["exp_avg"] for _, param, _ in members]
         if self.exchange is not None:
             flat = torch.cat([momentum.reshape(-1).float() for momentum in momenta])
@@ -139,23 +171,29 @@ class OnebitLamb(OneBitOptimizer):
         for (group, param, _), momentum in zip(members, momenta, strict=True):
             masked(group, momentum.div_(self.state[param]["scaling_coeff"]))
 
-    def _advance(self, members: Sequence[Member]) -> None:
+    def _follow(self, members: Sequence[Member]) -> None:
+        """The step of momenta that were exchanged; members have what these were before."""
         updates: list[Tensor] = []
         told: list[Tensor] = []
+        squares: list[Tensor] = []
         for group, param, old in members:
             state, (beta1, beta2) = self.state[param], group["betas"]
             gradient = (state["exp_avg"] - old * beta1) / (1 - beta1)
             state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             frozen = state["exp_avg_sq"].sqrt().add_(group["eps"])
             update = state["exp_avg"] / frozen
-            plain = torch.linalg.vector_norm(update)
+            plain = update.square().sum()
             update.add_(param, alpha=group["weight_decay"])
-            ratio = (plain / torch.linalg.vector_norm(update)).nan_to_num(1.0)
-            told += [(frozen / state["exp_avg_sq_fresh"].sqrt().add_(group["eps"])).max(), ratio]
+            squares += [plain, update.square().sum()]
+            told.append((frozen / state["exp_avg_sq_fresh"].sqrt().add_(group["eps"])).max())
             updates.append(update)
-        numbers = torch.stack([number.float() for number in told]).tolist()
-        for place, ((group, param, _), update) in enumerate(zip(members, updates, strict=True)):
-            coefficient = self._coefficient(group, self.state[param], *numbers[2 * place : 2 * place + 2])
+        params = [param for _, param, _ in members]
+        factors = self._of_whole(params, told, 1, largest=True)
+        plain_norms, norms = self._of_whole(params, squares, 2).sqrt().unbind(1)
+        ratios = (plain_norms / norms).nan_to_num(1.0).tolist()
+        steps = zip(members, updates, factors.view(-1).tolist(), ratios, strict=True)
+        for (group, param, _), update, factor, ratio in steps:
+            coefficient = self._coefficient(group, self.state[param], factor, ratio)
             self._coefficients = [*self._coefficients, coefficient]
             param.sub_(update, alpha=self._rate(group, self.state[param]["step"]) * coefficient)
 

@@ -19,7 +19,7 @@ from deepspeed.ops.adam.rule import ADAM, AdamRule
 from deepspeed.ops.batch_rule import BatchRule
 from deepspeed.ops.moments import Group
 from deepspeed.ops.onebit.adam import corrections, denominator
-from deepspeed.ops.onebit.base import OneBitOptimizer, masked
+from deepspeed.ops.onebit.base import OneBitOptimizer, gradient_of, masked
 
 __all__ = ["ZeroOneAdam"]
 
@@ -101,7 +101,7 @@ class ZeroOneAdam(OneBitOptimizer):
             for group in self.param_groups:
                 self._warm(group)
         else:
-            divided = [(group, *self._divided(group)) for group in self.param_groups]
+            divided = self._divide()
             for group, _, others in divided:
                 self._warm_others(group, others)
             members = [(group, param) for group, settled, _ in divided for param in settled]
@@ -115,7 +115,7 @@ class ZeroOneAdam(OneBitOptimizer):
 
     def _step_by_signs(self, members: list[tuple[Group, Tensor]]) -> None:
         """The momentum is advanced with the mean of signs of gradients."""
-        gradients = {param: self._gradient_of(param).to(torch.float32, copy=True) for _, param in members}
+        gradients = {param: gradient_of(param).to(torch.float32, copy=True) for _, param in members}
         self._exchanged(gradients)
         for group, param in members:
             self.state[param]["exp_avg"].lerp_(masked(group, gradients[param]).to(param.dtype), 1 - group["betas"][0])
@@ -125,7 +125,7 @@ class ZeroOneAdam(OneBitOptimizer):
         """A step of this rank alone; all of them come together where it is due."""
         for group, param in members:
             state = self.state[param]
-            state["exp_avg"].lerp_(self._gradient_of(param), 1 - group["betas"][0])
+            state["exp_avg"].lerp_(gradient_of(param), 1 - group["betas"][0])
             state["lrs"] += group["lr"] / corrections(group, state["step"], state["var_updates"])[0]
             state["momentum_accumulator"].add_(self._move(group, param))
         if self._due("local_step_interval"):

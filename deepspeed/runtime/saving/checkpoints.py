@@ -9,6 +9,7 @@ import gc
 import os
 import shutil
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from logging import WARNING
@@ -40,6 +41,7 @@ from deepspeed.checkpoint.storage.manager import (
 from deepspeed.checkpoint.storage.rank_meeting import RankExchange, RankMeeting, default_exchange, on_all_ranks
 from deepspeed.config.checkpoint import CheckpointConfig
 from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.events import CheckpointBegan, CheckpointFinished
 from deepspeed.log import log_dist
 from deepspeed.ops.onebit import ZeroOneAdam
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
@@ -184,6 +186,7 @@ class Checkpoints:
     ) -> Path:
         """Write a checkpoint; returns its directory."""
         what = f"saving checkpoint {tag!r:.200} to {save_dir!s:.500}"
+        finished = self._begun(run.counters.global_steps, tag, save_dir)
         background = self.manager.policy.background
         self.manager.wait()  # a save in the background has its own meeting, and perhaps an error
         with self.manager.exchange.meeting(what) as meeting:
@@ -197,7 +200,9 @@ class Checkpoints:
             make = functools.partial(self._files, self._compared(run, heard), exclude_frozen, allocate, stand_ins)
             state, files = _here(meeting, what, make)
         if self.plug is not None:
-            return save_files(self.plug, self.manager.exchange, files, Path(save_dir), tag, latest=latest)
+            path = save_files(self.plug, self.manager.exchange, files, Path(save_dir), tag, latest=latest)
+            finished()
+            return path
         zero = state.stage > 0 and self._section.format == "deepspeed"
         path = self.manager.save(
             SaveRequest(
@@ -209,10 +214,23 @@ class Checkpoints:
                 latest=LATEST if latest else None,
                 scripts=scripts() if zero else {},
                 settled=background,
+                finished=finished,
             )
         )
         log_dist(f"checkpoint {tag!r} {'is being written' if background else 'was written'} to {path}")
         return path
+
+    def _begun(self, step: int, tag: str, save_dir: str | os.PathLike[str]) -> Callable[[], None]:
+        """Tell listeners that a save begins; what is returned tells them that it is complete."""
+        events, began, where = self._parts.events, time.perf_counter(), (step, str(tag), str(save_dir))
+        if events.wants(CheckpointBegan):
+            events.emit(CheckpointBegan(*where))
+
+        def finished() -> None:
+            if events.wants(CheckpointFinished):
+                events.emit(CheckpointFinished(*where, seconds=time.perf_counter() - began))
+
+        return finished
 
     def _look(self, save_dir: object, tag: object, run: RunState) -> dict[str, Any]:
         """What this rank has to save; refuses what it cannot do, before anybody writes."""

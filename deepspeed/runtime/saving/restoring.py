@@ -173,6 +173,7 @@ class Restoring:
         self._state_dict: dict[str, Tensor] | None = None
         self._reads = BulkRead()
         self._after: list[tuple[Tensor, Tensor]] = []
+        self._coded: list[tuple[Shard, Tensor]] = []
 
     # ---- compare
 
@@ -271,6 +272,8 @@ class Restoring:
         self._reads.run()
         for target, values in self._after:
             target.copy_(values)
+        for shard, chunk in self._coded:
+            shard.put(chunk)
 
     def _fill(self, name: str, param: nn.Parameter) -> None:
         """A parameter that no optimizer trains."""
@@ -278,7 +281,10 @@ class Restoring:
         if shard is None or shard.alone:
             self._take(name, "param", (0, shape_of(param).numel()), param.data)
         else:
-            self._take(name, "param", shard.interval, shard.local)
+            chunk = shard.data
+            self._take(name, "param", shard.interval, chunk[: shard.interval[1] - shard.interval[0]])
+            if shard.codec is not None:
+                self._coded.append((shard, chunk))
 
     def _read_rest(self) -> None:
         """Buffers, and what modules keep besides tensors."""

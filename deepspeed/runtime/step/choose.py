@@ -174,6 +174,7 @@ def returned_optimizer(
         return MixedPrecisionOptimizer(basic, stepper, parts.scale, **common)
     made = ZeroOptimizer(basic, stepper, parts.scale, **common, axis=axis)
     if zero.shards_parameters:
+        made.resting = parts.sharded.resting
         made.parameter_offload = ParameterOffload(parts.module, parts.sharded.hooks)
         stack.callback(made.parameter_offload.close)
     return made

@@ -34,6 +34,9 @@ TESTED_WITH_ZERO: tuple[type[torch.optim.Optimizer], ...] = (
     DeepSpeedCPULion,
     FusedLion,
     MuonWithAuxAdam,
+    OnebitAdam,
+    OnebitLamb,
+    ZeroOneAdam,  # which is refused with a reason of its own
 )
 """The exact types that ZeRO takes without `zero_allow_untested_optimizer`."""
 

@@ -71,14 +71,18 @@ class Init(ContextDecorator):
             return
         _refuse(
             zero_param_parallel_group=zero_param_parallel_group is not None,
-            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
             param_swapper=param_swapper is not None,
         )
         schema = _schema(config_dict_or_path, config)
-        if zero_quantized_weights and (schema is None or not schema.zero_optimization.zero_quantized_weights):
+        zero = None if schema is None else schema.zero_optimization
+        given = {
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+        }
+        for name in (name for name, on in given.items() if on and not getattr(zero, name, False)):
             raise UsageError(
-                "zero.Init: zero_quantized_weights is given, but the engine gathers weights as its config says. Set "
-                "zero_optimization.zero_quantized_weights in the config that Init gets, too, or leave this out."
+                f"zero.Init: {name} is given, but the engine holds and gathers weights as its config says. Set "
+                f"zero_optimization.{name} in the config that Init gets, too, or leave this out."
             )
         where = _where(remote_device, schema)
         on_hosts = where == "cpu"
@@ -133,7 +137,7 @@ class Init(ContextDecorator):
             if shard.numel:
                 shard.release()
             if self._pin:
-                shard.data = get_accelerator().pin_memory(shard.data)
+                shard.stored = get_accelerator().pin_memory(shard.stored)
                 shard.refit(shard.dtype)
 
 

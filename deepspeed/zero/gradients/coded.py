@@ -23,12 +23,19 @@ from deepspeed.comm import Pending
 from deepspeed.comm.codec import BlockCodec, block_codec
 from deepspeed.log import warn_once
 from deepspeed.parallel import AxisGroup
-from deepspeed.zero.gradients.reduction import EvenShares, OwnedShares, ReductionWeights, Share, SharePart
+from deepspeed.zero.gradients.reduction import (
+    EvenShares,
+    LocalGradients,
+    OwnedShares,
+    ReductionWeights,
+    Share,
+    SharePart,
+)
 from deepspeed.zero.placement import NodeGroups
 
 
 @dataclass(frozen=True)
-class _Slices:
+class Slices:
     """Slices that lie one after the other, and what lies in them."""
 
     parts: tuple[tuple[SharePart, ...], ...]
@@ -37,7 +44,7 @@ class _Slices:
     alike: bool
 
     @classmethod
-    def of(cls, share: Share, size: int) -> _Slices:
+    def of(cls, share: Share, size: int) -> Slices:
         """A slice for each rank, of some no elements."""
         if isinstance(share, EvenShares):
             alike = len(share.parts) == 1
@@ -49,10 +56,10 @@ class _Slices:
             parts[owner], lengths[owner] = lying, length
         return cls(tuple(parts), tuple(lengths), tuple(range(size)), alike=False)
 
-    def only(self, owners: Sequence[int]) -> _Slices:
+    def only(self, owners: Sequence[int]) -> Slices:
         """Those of these ranks."""
         pick = [self.owners.index(owner) for owner in owners]
-        return _Slices(
+        return Slices(
             tuple(self.parts[at] for at in pick), tuple(self.lengths[at] for at in pick), tuple(owners), self.alike
         )
 
@@ -127,6 +134,7 @@ class CodedReduction:
     late: AxisGroup | None = None
     """The same, where their mean is taken once before the step."""
     memory: ErrorMemory | None = None
+    local: LocalGradients = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -148,7 +156,7 @@ class CodedReduction:
         """See `Reduction`; the result is float32."""
         if self.weights.before != 1.0:
             send = send.mul_(self.weights.before)
-        slices = _Slices.of(share, self.size)
+        slices = Slices.of(share, self.size)
         message = self._encode(1, send, slices)
         if self.nodes is None:
             return self._exchange(message, slices.nbytes(self.codec), self.group, slices.only([self.rank]), self._end)
@@ -174,7 +182,7 @@ class CodedReduction:
         runs = [run for run in self.nodes.intra.axis.groups if run[0] in place]
         return [[place[run[at]] for run in runs] for at in range(self.nodes.intra.size)]
 
-    def _exchange(self, message: Tensor, sizes: list[int], group: Any, mine: _Slices, then: Any) -> Pending[Tensor]:
+    def _exchange(self, message: Tensor, sizes: list[int], group: Any, mine: Slices, then: Any) -> Pending[Tensor]:
         """Send each rank of a group its codes; `then` gets the sum of those that came for `mine`."""
         comes, ranks = sum(mine.nbytes(self.codec)), len(sizes)
         received = message.new_empty(ranks * comes)
@@ -188,7 +196,7 @@ class CodedReduction:
 
         return Pending(received, work, finish)
 
-    def _encode(self, hop: int, values: Tensor, slices: _Slices) -> Tensor:
+    def _encode(self, hop: int, values: Tensor, slices: Slices) -> Tensor:
         """The codes of all parts, slice after slice."""
         message = values.new_empty(sum(slices.nbytes(self.codec)), dtype=torch.uint8)
         at = 0
@@ -215,7 +223,7 @@ class CodedReduction:
         else:
             self.memory.encode(self.codec, key, values, message)
 
-    def _sum(self, rows: Tensor, slices: _Slices) -> Tensor:
+    def _sum(self, rows: Tensor, slices: Slices) -> Tensor:
         """The float32 sums of what rows of codes say, slice after slice; zero between the parts."""
         sums = torch.zeros(sum(slices.lengths), dtype=torch.float32, device=rows.device)
         at = 0

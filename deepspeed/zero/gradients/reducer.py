@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm import Pending
+from deepspeed.errors import UsageError
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.zero.agreement import STEP, RankAgreement, digest
 from deepspeed.zero.gradients.bucket import Bucket, BucketsInFlight, LateMean, late_packs
@@ -207,8 +208,15 @@ class GradientReducer:
         return id(param) in self._had
 
     def note_gradient(self, param: nn.Parameter) -> None:
-        """A gradient of the parameter was given by other means than a backward."""
+        """A gradient of the parameter is given by other means than a backward."""
         if id(param) in self._number:
+            entry = self._entries[self._number[id(param)]]
+            if any(name == entry.name for name, _ in entry.reduction.local):
+                raise UsageError(
+                    f"the gradient of {entry.name} cannot be set in this step: the optimizer exchanges signs of "
+                    "momenta, and gradients stay on the ranks that computed them. Change it in a hook of the "
+                    "parameter (register_hook), or use zero_optimization.stage 0"
+                )
             self._had.add(id(param))
             self._absent = None
 
@@ -324,6 +332,7 @@ class GradientReducer:
             if piece.picked is not None:
                 piece.picked = piece.picked * factor
         whole = [grad for group in self._groups() for grad in group.whole_gradients()]
+        whole += [grad for reduction in self._reductions for grad in reduction.local.values()]
         scale_([grad for grad in (*held, *whole) if grad is not None], factor)
 
     def forget(self) -> None:
@@ -337,6 +346,8 @@ class GradientReducer:
         self._absent = None
         self._launched = False
         self._flights.drop()
+        for reduction in self._reductions:
+            reduction.local.clear()
         for group in self._groups():
             for piece in group.pieces:
                 piece.gradient = piece.picked = None

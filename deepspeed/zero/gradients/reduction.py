@@ -10,7 +10,7 @@ twice, because more gradients were added in between, it still is: the mean of eq
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -89,6 +89,10 @@ class ReductionWeights:
         return cls(1.0 / early, early * whole, mean)
 
 
+LocalGradients = dict[tuple[str, int], Tensor]
+"""What all or one of its owners have of a parameter, `[owners, elements]` by its name and the first of them."""
+
+
 class Reduction(Protocol):
     """Sums flat tensors over ranks; each rank receives the slice that it owns."""
 
@@ -107,6 +111,10 @@ class Reduction(Protocol):
     @property
     def late(self) -> AxisGroup | None:
         """Ranks that hold the same slices, over which these are averaged once before the step; None if none are."""
+
+    @property
+    def local(self) -> LocalGradients:
+        """Whole gradients that stay on this rank until the step, for all owners; empty where gradients travel."""
 
     def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
         """Begin with a tensor that is used up; the result is this rank's slice, weighted."""
@@ -140,6 +148,7 @@ class ReduceToOwners:
     """By all-reduce instead of to the owners only (`reduce_scatter` false)."""
     merged: bool = True
     """Slices of many owners share one all-reduce (`use_multi_rank_bucket_allreduce`)."""
+    local: LocalGradients = field(default_factory=dict)
 
     @cached_property
     def _by_exchange(self) -> bool:

@@ -6,18 +6,20 @@ a checkpoint asks for comes exactly. Vectors and other small parameters travel a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.comm import Pending
 from deepspeed.comm.codec import BlockCodec
-from deepspeed.zero.parameters.gather import FlatBlocks, Gather, GatherFor
-from deepspeed.zero.parameters.shard import Shard
+from deepspeed.errors import UsageError
+from deepspeed.log import NOTICE, log_dist, warn_once
+from deepspeed.zero.parameters.gather import PLAIN, FlatBlocks, Gather, GatherFor
+from deepspeed.zero.parameters.shard import Shard, rest_as, shards_of
 
 _SMALL = 2048  # elements below which codes would save less than they cost
 
@@ -29,9 +31,13 @@ def travels_coded(shape: torch.Size, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class CodedGather:
-    """In a pass as codes, which are made where the chunk lives; otherwise, and what is small, by `plain`."""
+    """In a pass as codes, which are made where the chunk lives; otherwise, and what is small, by `plain`.
 
-    codec: BlockCodec
+    What rests as codes travels as these, always.
+    """
+
+    codec: BlockCodec | None
+    """None: only what rests as codes."""
     plain: Gather[Shard]
 
     @torch.no_grad()
@@ -40,7 +46,8 @@ class CodedGather:
         rest: list[Shard] = []
         kinds: dict[Any, list[Shard]] = {}
         for shard in shards:
-            if in_pass and travels_coded(shard.shape, shard.dtype):
+            worth = in_pass and self.codec is not None and travels_coded(shard.shape, shard.dtype)
+            if worth or shard.codec is not None:
                 kinds.setdefault(shard.axis, []).append(shard)
             else:
                 rest.append(shard)
@@ -51,22 +58,25 @@ class CodedGather:
 
     def _together(self, shards: Sequence[Shard]) -> None:
         """One operation over the codes of chunks, side by side; decoded when it is through."""
-        axis, codec = shards[0].axis, self.codec
-        sizes = [codec.nbytes(shard.chunk) for shard in shards]
+        axis, codecs = shards[0].axis, [self._codec_of(shard) for shard in shards]
+        sizes = [codec.nbytes(shard.chunk) for codec, shard in zip(codecs, shards, strict=True)]
         mine = torch.empty(sum(sizes), dtype=torch.uint8, device=shards[0].device)
-        for shard, message in zip(shards, mine.split(sizes), strict=True):
-            if shard.data.device == message.device:
-                codec.encode(shard.data, message)
+        for shard, codec, message in zip(shards, codecs, mine.split(sizes), strict=True):
+            if shard.codec is None and shard.stored.device == message.device:
+                codec.encode(shard.stored, message)
             else:
-                message.copy_(codec.encode(shard.data), non_blocking=True)
+                codes = codec.encode(shard.stored) if shard.codec is None else shard.stored
+                message.copy_(codes, non_blocking=True)
+        name = " and ".join(dict.fromkeys(codec.name for codec in codecs))
         gathered, work = mine, None
         if axis.size > 1:
             gathered = mine.new_empty(axis.size * mine.numel())
-            with comm.labelled(f"{codec.name} codes of {shards[0].name} … {shards[-1].name}", codec=codec.name):
+            with comm.labelled(f"{name} codes of {shards[0].name} … {shards[-1].name}", codec=name):
                 work = comm.all_gather_into_tensor(gathered, mine, group=axis.group, async_op=True)
 
         def unpack(rows: Tensor) -> Tensor:
-            for shard, messages in zip(shards, rows.view(axis.size, -1).split(sizes, dim=1), strict=True):
+            parts = rows.view(axis.size, -1).split(sizes, dim=1)
+            for shard, codec, messages in zip(shards, codecs, parts, strict=True):
                 if shard.pending is shared:  # it was not gathered again since
                     shard.allocate()
                     with torch.no_grad():
@@ -76,6 +86,52 @@ class CodedGather:
         shared = Pending(gathered, work, unpack)
         for shard in shards:
             shard.pending = shared
+
+    def _codec_of(self, shard: Shard) -> BlockCodec:
+        codec = self.codec if shard.codec is None else shard.codec
+        assert codec is not None, "what rests in its dtype travels plain without a codec"
+        return codec
+
+
+@dataclass(frozen=True)
+class RestingWeights:
+    """Frozen weights of a model, which rest as codes."""
+
+    module: nn.Module
+    codec: BlockCodec
+
+    def take(self, held: Callable[[nn.Parameter], object] | None = None) -> None:
+        """Let those that are frozen now rest as codes, on all ranks together; not small ones, nor those `held`."""
+        ways: dict[int, CodedGather] = {}
+        count, kept = 0, list[str]()
+        for shard in shards_of(self.module.parameters()):
+            small = shard.persistent or not travels_coded(shard.shape, shard.dtype)
+            if shard.param.requires_grad or small or shard.codec is not None:
+                continue
+            if shard.holds:
+                raise UsageError(
+                    f"{shard.name} is whole at the moment, inside deepspeed.zero.GatheredParameters; leave that before "
+                    "frozen weights are quantised"
+                )
+            if held is not None and held(shard.param) is not None:
+                kept.append(shard.name)
+                continue
+            if shard.whole:
+                shard.release()
+            rest_as(shard, self.codec)
+            if not isinstance(shard.gather, CodedGather):
+                plain = shard.gather or PLAIN
+                shard.gather = ways.setdefault(id(plain), CodedGather(None, plain))
+            if shard.near is not None:  # a copy of neighbours may be larger than the codes of all
+                shard.near.leave()
+                shard.near = None
+            count += shard.numel
+        if kept:
+            warn_once(
+                f"{len(kept)} frozen weights, {kept[0]} the first, are not quantised: the optimizer has states of them."
+                " Freeze weights before deepspeed.initialize, or leave them out of the optimizer."
+            )
+        log_dist(f"{count:,} frozen parameters rest as {self.codec.name} codes", [0], NOTICE)
 
 
 @dataclass(frozen=True)

@@ -121,12 +121,17 @@ class PlainGather:
     @torch.no_grad()
     def start(self, shards: Sequence[Shard], serves: GatherFor) -> None:
         kinds: dict[Any, list[Cut]] = {}
+        alike: list[Cut] = []
+        latest: Cut | None = None
         for shard in shards:
             cut = self.cut(shard)
             if self.by_all_reduce:
                 shard.pending = _by_all_reduce(cut)
-            else:
-                kinds.setdefault((shard.dtype, cut.axis), []).append(cut)
+                continue
+            if latest is None or shard.dtype != latest.shard.dtype or cut.axis is not latest.axis:
+                alike = kinds.setdefault((shard.dtype, cut.axis), [])
+            alike.append(cut)
+            latest = cut
         for (_, axis), alike in kinds.items():
             group = axis.group
             backend = _backend(group)
@@ -150,18 +155,28 @@ PLAIN = PlainGather()
 def start(shards: Iterable[Shard], serves: GatherFor = GatherFor.ACCESS) -> None:
     """Begin to make these whole, whether or not they are, each in its own way."""
     kinds: dict[Any, list[Shard]] = {}
+    alike: list[Shard] = []
+    latest: Gather[Shard] | None = None
     for shard in shards:
-        if not shard.alone:
+        if shard.alone:
+            continue
+        if shard.late is not None:
             shard.settle()
-            kinds.setdefault(shard.gather or PLAIN, []).append(shard)
+        way = shard.gather or PLAIN
+        if way is not latest:  # neighbours have the same one, and to hash it takes a while
+            alike, latest = kinds.setdefault(way, []), way
+        alike.append(shard)
     for way, alike in kinds.items():
         way.start(alike, serves)
 
 
 def finish(shards: Iterable[Shard]) -> None:
     """Wait for what was started; the parameters are whole then."""
+    waited: Pending[Any] | None = None
     for shard in shards:
-        shard.arrive()
+        if shard.pending is not waited or shard.near is not None:
+            waited = shard.pending
+            shard.arrive()
         shard.attach()
 
 

@@ -61,6 +61,11 @@ class NearCopy:
         """The parameter's values changed."""
         self.copies.outdated = True
 
+    def leave(self) -> None:
+        """The parameter travels without copies from now on; on all ranks."""
+        self.part, self.coming = None, False
+        self.copies.each.remove(self)
+
     @torch.no_grad()
     def take(self, flat: Tensor) -> None:
         """The whole parameter is there: keep the part, if it was asked for."""
@@ -111,7 +116,7 @@ def near_copies(shards: Sequence[Shard], size: int) -> NearCopies | None:
                 _ = intra.group  # made by all ranks now, in the same order
             near[axis] = intra
         neighbours = near[axis]
-        if neighbours is not None and shard.numel:
+        if neighbours is not None and shard.numel and shard.codec is None:
             shard.near = NearCopy(neighbours, copies)
             copies.each.append(shard.near)
     return copies if copies.each else None

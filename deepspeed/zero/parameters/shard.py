@@ -4,6 +4,9 @@
 Views that autograd saved alias that storage. Filling it goes through a tensor whose version counter no view knows.
 
 [Note: one rank] On an axis of one rank the chunk is the whole: both are the same memory, which is never freed.
+
+[Note: codes] The chunk of a parameter that is not trained may rest as codes. They are what lives here and travels; its
+values are decoded each time that they are asked for, and `put` encodes what they become.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters.data import reclaim, show, writes
 
 if TYPE_CHECKING:
+    from deepspeed.comm.codec import BlockCodec
     from deepspeed.zero.parameters.gather import Gather
     from deepspeed.zero.parameters.near import NearCopy
     from deepspeed.zero.parameters.offloaded import ChunkTier
@@ -83,6 +87,8 @@ class Shard:
         self.pending: Pending[Any] | None = None
         self.staged: Tensor | None = None
         """The chunk on the device, while it is gathered from elsewhere."""
+        self.codec: BlockCodec | None = None
+        """What the chunk rests in: [Note: codes]; None: in its own dtype."""
         self.near: NearCopy | None = None
         """What neighbours keep of the whole parameter, so that they need not ask others for it."""
         self.strict = False
@@ -97,12 +103,12 @@ class Shard:
     @torch.no_grad()
     def _adopt(self, values: Tensor) -> None:
         if self.alone:
-            self.flat = self.data = values.reshape(-1)
+            self.flat = self.stored = values.reshape(-1)
         else:
             device = values.device if self.remote is None else self.remote.device
             self.flat = torch.zeros(self.chunk * self.axis.size, dtype=self.dtype, device=device)
             self.flat[: self.numel].copy_(values.reshape(-1))
-            self.data = self._kept(self.rows[self.axis.rank])
+            self.stored = self._kept(self.rows[self.axis.rank])
         self.full = self.flat[: self.numel].view(self.shape)
         show(self.param, self.full)
 
@@ -110,18 +116,33 @@ class Shard:
         """A copy of these values where the chunk lives."""
         return chunk.clone() if self.remote is None else self.remote.keep(chunk)
 
+    @property
+    def data(self) -> Tensor:
+        """The chunk; of codes, what they say now, which `put` changes."""
+        if self.codec is None:
+            return self.stored
+        return self.codec.decode(self.stored, self.stored.new_empty(self.chunk, dtype=self.dtype))
+
+    @torch.no_grad()
+    def put(self, chunk: Tensor) -> None:
+        """Let the chunk have these values."""
+        if self.codec is None:
+            self.stored.copy_(chunk)
+        else:
+            self.stored.copy_(self.codec.encode(chunk))
+
     @torch.no_grad()
     def leave(self, remote: ChunkTier) -> None:
         """Let the chunk live elsewhere from now on; only while the parameter is not whole."""
         self.remote, self.alone = remote, False
-        self.data = remote.keep(self.data)
+        self.stored = remote.keep(self.stored)
         self.refit(self.dtype)
 
     @torch.no_grad()
     def come_home(self) -> None:
         """Let the chunk live on the device from now on; only while the parameter is not whole."""
-        self.data = torch.empty_like(self.data, device=self.device).copy_(self.data)
-        self.remote, self.alone = None, self.axis.size == 1
+        self.stored = torch.empty_like(self.stored, device=self.device).copy_(self.stored)
+        self.remote, self.alone = None, self.axis.size == 1 and self.codec is None
         self.refit(self.dtype)
 
     @torch.no_grad()
@@ -133,7 +154,8 @@ class Shard:
         other.gather, other.replicas = self.gather, self.replicas
         if self.whole:
             self.reclaim()
-        other.data = self._kept(self.rows[self.axis.rank] if self.whole else self.data)
+        other.codec, other.alone = self.codec, self.alone
+        other.stored = self._kept(self.rows[self.axis.rank] if self.whole and self.codec is None else self.stored)
         other.refit(self.dtype)
         if self.whole:
             other.allocate()
@@ -144,8 +166,9 @@ class Shard:
     def refit(self, dtype: torch.dtype) -> None:
         """Fit the memory of the whole parameter, which it does not have now, to the chunk."""
         self.dtype = dtype
-        size, device = self.chunk * self.axis.size, self.data.device if self.remote is None else self.remote.device
-        self.flat = self.data if self.alone else torch.empty(size, dtype=dtype, device=device)
+        size = self.chunk * self.axis.size
+        device = self.stored.device if self.remote is None else self.remote.device
+        self.flat = self.stored if self.alone else torch.empty(size, dtype=dtype, device=device)
         self.full, self._rows = self.flat[: self.numel].view(self.shape), None
         if not self.alone:
             self.flat.untyped_storage().resize_(0)
@@ -253,7 +276,7 @@ class Shard:
         self.reclaim()
         self.mark()
         if not self.alone:
-            self.data.copy_(self.rows[self.axis.rank])
+            self.put(self.rows[self.axis.rank])
         self.note_edit()
 
     @torch.no_grad()
@@ -261,7 +284,10 @@ class Shard:
         """Take this rank's part of a whole value, while the parameter is not whole."""
         self.settle()
         start, stop = self.interval
-        self.local.copy_(value.detach().reshape(-1)[start:stop])
+        chunk = self.data
+        chunk[: stop - start].copy_(value.detach().reshape(-1)[start:stop])
+        if self.codec is not None:
+            self.put(chunk)
         self.note_edit()
 
     def note_edit(self) -> None:
@@ -277,14 +303,27 @@ class Shard:
             self.near.outdate()
         if self.remote is not None:
             if dtype != self.dtype:
-                self.data = self.remote.keep(self.data.to(dtype))
+                if self.codec is None:
+                    self.stored = self.remote.keep(self.stored.to(dtype))
                 self.refit(dtype)
-        elif (dtype, device) != (self.dtype, self.data.device):
-            self.data = self.data.to(device, dtype)
+        elif (dtype, device) != (self.dtype, self.stored.device):
+            self.stored = self.stored.to(device, dtype if self.codec is None else None)
             self.refit(dtype)
 
     def __repr__(self) -> str:
         return f"Shard({self.name!r}, {tuple(self.shape)}, {self.status.name.lower()}, {self.axis!r})"
+
+
+@torch.no_grad()
+def rest_as(shard: Shard, codec: BlockCodec | None) -> None:
+    """Let the chunk rest as codes, or in its dtype again; only while the parameter is not whole."""
+    if codec == shard.codec:
+        return
+    chunk = shard.data
+    shard.stored = shard._kept(chunk if codec is None else codec.encode(chunk))
+    shard.codec = codec
+    shard.alone = shard.axis.size == 1 and shard.remote is None and codec is None
+    shard.refit(shard.dtype)
 
 
 def used_while_empty(name: str) -> str:

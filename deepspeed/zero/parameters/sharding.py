@@ -41,7 +41,7 @@ def shard_module(module: nn.Module, axes: ShardAxes, remotes: ChunkTiers | None 
         elif shard.axis is not axis:
             _rehome(name, shard, axis)
             shard.replicas = replicas
-        if shard.remote is not remote or (remotes is not None and shard.data.device != shard.device):
+        if shard.remote is not remote or (remotes is not None and shard.stored.device != shard.device):
             _move(shard, remote)
         shard.name = name
         shards.append(shard)
@@ -84,7 +84,7 @@ def convert_shards(module: nn.Module, zero: DeepSpeedZeroConfig, *, stay: bool =
         )
     for shard in shards:
         if not shard.whole:
-            shard.convert(shard.param.dtype, shard.data.device if stay else shard.param.device)
+            shard.convert(shard.param.dtype, shard.stored.device if stay else shard.param.device)
 
 
 def keep_whole(module: nn.Module, axis: AxisGroup) -> None:

@@ -22,7 +22,7 @@ from deepspeed.zero.parameters.coded import CodedBlockGather
 from deepspeed.zero.parameters.data import plain_data, reclaim, show
 from deepspeed.zero.parameters.gather import BlockGather, FlatBlocks, GatherFor
 from deepspeed.zero.parameters.parameter import ResidentParameter, plain_grad, set_plain_grad, watch
-from deepspeed.zero.parameters.shard import Shard, shard_of, used_while_empty
+from deepspeed.zero.parameters.shard import Shard, rest_as, shard_of, used_while_empty
 from deepspeed.zero.piece import StatePiece, as_wide, hand_over, is_moment
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.late_parameters import PendingUpdate, postpone
@@ -487,6 +487,7 @@ class StripedGroup(ShardGroup):
         self._held: list[tuple[Shard, StatePiece | None]] = []
         for shard, name in zip(self.shards, self.names, strict=True):
             piece = None
+            rest_as(shard, None)  # it may have been frozen before
             if shard.local.numel():
                 piece = StatePiece(name, shard.param, shard.shape, shard.interval, shard.local)
                 piece.version = shard.edits, 0
@@ -581,10 +582,11 @@ def _stash(shard: Shard, arrived: Callable[[Shard], None] | None) -> None:
 def _take(shard: Shard) -> Tensor | None:
     """The whole gradient of a parameter, wherever it waits; it is forgotten there."""
     waiting, shard.gradient = shard.gradient, None
-    grad = plain_grad(shard.param)
+    param = shard.param
+    grad = plain_grad(param)
     if grad is None:
         return waiting
-    set_plain_grad(shard.param, None)
+    set_plain_grad(param, None)
     if grad.numel() != shard.numel:
         raise UsageError(used_while_empty(shard.name))
     return grad if waiting is None else waiting.add_(grad)

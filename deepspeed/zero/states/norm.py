@@ -82,7 +82,7 @@ def total_norm(lines: Sequence[NormTerms], measure: NormRanks, device: torch.dev
 
 def joint_norm(found: Sequence[tuple[Placement, Squares]], measure: NormRanks, device: torch.device) -> Pending[Tensor]:
     """As `total_norm`, of what was summed before for each placement."""
-    alike = all(_everywhere(placement, measure.axis) for placement, _ in found)
+    alike = measure.local() or all(_everywhere(placement, measure.axis) for placement, _ in found)
     squares = torch.zeros(2, dtype=torch.float64, device=device)
     for placement, kinds in found:
         weight = 1.0 if alike else 1.0 / placement.copies

@@ -170,10 +170,10 @@ class ParameterState:
 
     def put_gradient(self, values: Tensor) -> None:
         """Replace the gradient of the elements that lie here; one-dimensional."""
-        if self._piece is not None:
-            self._piece.put_gradient(values, self._group.dtypes.accumulate)
         if self._reducer is not None:
             self._reducer.note_gradient(self._param)
+        if self._piece is not None:
+            self._piece.put_gradient(values, self._group.dtypes.accumulate)
 
     def publish(self) -> None:
         """Bring the master into the model's parameter; on all ranks of the axis."""

@@ -111,6 +111,8 @@ class OptimizerStates:
             optimizer.new_state = self._new_state
             optimizer.mixed = True  # type: ignore[attr-defined]  # some of what it updates stays on the device
             self._take_disk(optimizer)
+        self.local_gradients: Callable[[], list[tuple[nn.Parameter, Tensor]]] = list
+        """Whole gradients that stay on this rank, which the optimizer uses in place of those of its pieces."""
         self.reducer: GradientReducer | None = None
         self.compiled = False
         """The model runs compiled, where nobody looks whether a parameter is late."""
@@ -182,13 +184,16 @@ class OptimizerStates:
             filled.append((placement, list(lines.values())))
         self.drop_absent()
         if measure:
-            self._norms.begun(total_norm([self._line(*each) for each in filled], self._measure, self.device))
+            terms = self._local_terms() or [self._line(*each) for each in filled]
+            self._norms.begun(total_norm(terms, self._measure, self.device))
 
     def gradient_norm(self) -> Tensor:
         """The norm of the reduced gradients that the next step will use, which stay where they are."""
         if self.reducer is not None:
             self.reducer.land()
         measure, found = self._measure, []
+        if terms := self._local_terms():
+            return total_norm(terms, measure, self.device).wait()
         for group in self.groups:
             shared: list[Tensor] = []
             split: list[Tensor] = []
@@ -248,6 +253,9 @@ class OptimizerStates:
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The gradients on the device that the optimizer is about to use, each with the model's parameter."""
+        if local := self.local_gradients():
+            yield from local
+            return
         for group in self.groups:
             for piece in group.pieces:
                 if piece.master.grad is not None:
@@ -401,6 +409,15 @@ class OptimizerStates:
 
     def _of(self, placement: Placement) -> list[ShardGroup]:
         return [group for group in self.groups if group.placement is placement]
+
+    def _local_terms(self) -> list[NormTerms]:
+        """What is measured of gradients that stay on this rank; nothing if they do not."""
+        measure = self._measure
+        kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for param, grad in self.local_gradients():
+            if id(param) not in measure.elsewhere:
+                kinds[measure.model_group is not None and measure.is_split(param)].append(grad)
+        return [(self.groups[0].placement, *kinds)] if any(kinds) else []
 
     def _line(self, placement: Placement, filled: list[Tensor]) -> NormTerms:
         """What is measured: memory as it is filled, or gradient by gradient where some are parts of split ones."""

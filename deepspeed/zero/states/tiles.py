@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.zero.piece import StatePiece
 from deepspeed.zero.states.offloaded_tile import OffloadedTile, runs
 
@@ -46,7 +47,8 @@ def tiles_well(optimizer: Optimizer) -> bool:
     """
     home = type(optimizer).__module__
     known = f"{home}.".startswith(("torch.optim.", "deepspeed.ops."))
-    mixes = getattr(optimizer, "whole", None) is not None  # pieces of different ranks meet in its step
+    # pieces of different ranks meet in its step
+    mixes = getattr(optimizer, "whole", None) is not None or isinstance(optimizer, OneBitOptimizer)
     return known and not isinstance(optimizer, LBFGS) and not mixes
 
 

@@ -62,7 +62,7 @@ def test_samples_are_as_easy_as_the_step_says(place):
         one.get_next_global_batch()
         assert len(one.batch) == 16
         assert VALUES[one.batch].max() <= one.current_difficulties["seqlen"]
-    clusters = [MMapIndexedDataset(path)[0] for path in one.data_cluster_paths]
+    clusters = [MMapIndexedDataset(str(place / "clusters" / path))[0] for path in one.data_cluster_paths]
     together = np.concatenate(clusters)
     assert sorted(together.tolist()) == list(range(TOTAL)), "each sample lies in one cluster"
     assert [
@@ -84,7 +84,9 @@ def test_several_metrics_allow_what_all_of_them_allow(place):
         allowed = set(np.argsort(VALUES, kind="stable")[: max(one.current_difficulties["rank"], 1) * (TOTAL // 100)])
         assert VALUES[one.batch].max() <= one.current_difficulties["seqlen"]
         assert set(one.batch) <= allowed | (set(range(TOTAL)) if one.current_difficulties["rank"] == 100 else set())
-    together = np.concatenate([MMapIndexedDataset(path)[0] for path in one.data_cluster_paths])
+    together = np.concatenate(
+        [MMapIndexedDataset(str(place / "clusters" / path))[0] for path in one.data_cluster_paths]
+    )
     assert len(set(together.tolist())) == len(together) == TOTAL
 
 

@@ -343,6 +343,7 @@ def readers(seen, folder):
         run({"optimizer_in_backward": early, "zero_optimization": {"stage": stage}}, folder)
     run({"flops_profiler": {"enabled": True, "profile_step": 0, "output_file": str(folder / "profile.txt")}}, folder)
     run({"memory_profiler": {"enabled": True, "profile_step": 0, "output_file": str(folder / "peak.txt")}}, folder)
+    run({"events": {"file": str(folder / "events")}, "trace": {"steps": [0, 0], "folder": str(folder / "t")}}, folder)
     for version in (0.1, 0.2):
         run({"elasticity": {**ELASTIC, "version": version}}, folder)
     run(WATCHED, folder)

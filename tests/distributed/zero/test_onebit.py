@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
 from torch import nn
 
 import deepspeed
 from deepspeed import comm
 from deepspeed.comm.compressed import CompressedBackend, SignErrors, sign_mean
 from deepspeed.comm.records import CollectiveFinished
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.utils import safe_set_full_grad, safe_set_full_optimizer_state
 from tests.harness import ranks
 
 SIZES = {"weight": (5, 7), "bias": (5,), "scale": (3, 5)}
@@ -47,6 +52,8 @@ def signs(values):
 class Exchange:
     """The compressed mean of all workers, by the size of a chunk that every one of them owns."""
 
+    owned = False
+
     def __init__(self, workers):
         self.workers, self.errors = workers, {}
 
@@ -65,12 +72,52 @@ class Exchange:
         return found.view(values[0].shape)
 
 
+class OwnedExchange(Exchange):
+    """The same where workers own pieces of parameters, each of which is compressed by itself."""
+
+    owned = True
+
+    def __init__(self, workers, stage):
+        super().__init__(workers)
+        self.stage = stage
+
+    def cuts(self, name):
+        """Elements of a parameter that each of its owners has."""
+        numels = {each: math.prod(shape) for each, shape in SIZES.items()}
+        if self.stage == 3:
+            return chunks(0, numels[name], -(-numels[name] // self.workers))
+        start = sum(numels[each] for each in list(SIZES)[: list(SIZES).index(name)])
+        return chunks(start, numels[name], -(-sum(numels.values()) // self.workers))
+
+    def mean(self, key, values):
+        count, cuts = self.workers, self.cuts(key)
+        mine, theirs = self.errors.setdefault(
+            key, ([torch.zeros(values[0].numel()) for _ in values], torch.zeros(values[0].numel()))
+        )
+        meant = []
+        for worker, value in enumerate(values):
+            whole = value.reshape(-1) + mine[worker]
+            meant.append(torch.cat([signs(part) for part in whole.split(cuts)]))
+            mine[worker].copy_(whole - meant[-1])
+        total = sum(meant) / count + theirs
+        found = torch.cat([signs(part) for part in total.split(cuts)])
+        theirs.copy_(total - found)
+        return found.view(values[0].shape)
+
+
+def chunks(start, numel, size):
+    """The lengths of the runs into which multiples of `size` cut so many elements from `start` on."""
+    places = [start, *range((start // size + 1) * size, start + numel, size), start + numel]
+    return [stop - begin for begin, stop in itertools.pairwise(places)]
+
+
 class Simulation:
     """All workers one after the other; they agree on parameters except inside of local steps."""
 
-    def __init__(self, workers, *, lr=1e-2, betas=(0.9, 0.99), eps=1e-3, decay=0.01, **numbers):
+    def __init__(self, workers, *, stage=0, lr=1e-2, betas=(0.9, 0.99), eps=1e-3, decay=0.01, **numbers):
         self.models = [Model() for _ in range(workers)]
-        self.exchange, self.count = Exchange(workers), 0
+        self.exchange = OwnedExchange(workers, stage) if stage else Exchange(workers)
+        self.count = 0
         self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
         self.numbers = numbers
         self.m = {name: torch.zeros(shape) for name, shape in SIZES.items()}
@@ -194,7 +241,9 @@ class SimulatedLamb(Simulation):
                 self.move(name, -rate * ratio * update)
             self.fresh = {name: value.clone() for name, value in self.v.items()}
             return self
-        if self.count == freeze + 1:
+        if self.exchange.owned:
+            self.scaling = dict.fromkeys(SIZES, 1.0)
+        elif self.count == freeze + 1:
             roots = {name: float(self.m[name].square().mean().sqrt()) for name in SIZES}
             self.scaling = {name: sum(roots.values()) / len(roots) / root for name, root in roots.items()}
         old = dict(self.m)
@@ -204,7 +253,12 @@ class SimulatedLamb(Simulation):
             )
             for each in gradients
         ]
-        parts = self.exchange.mean("all", flats).split([params[name].numel() for name in SIZES])
+        sizes = [params[name].numel() for name in SIZES]
+        if self.exchange.owned:
+            each = zip(SIZES, zip(*(flat.split(sizes) for flat in flats), strict=True), strict=True)
+            parts = [self.exchange.mean(name, list(values)) for name, values in each]
+        else:
+            parts = self.exchange.mean("all", flats).split(sizes)
         for name, part in zip(SIZES, parts, strict=True):
             self.m[name] = part.view(SIZES[name]) / self.scaling[name]
             told = (self.m[name] - beta1 * old[name]) / (1 - beta1)
@@ -231,7 +285,7 @@ CASES = {
 }
 
 
-def engine_of(kind, *, numbers=None, **options):
+def engine_of(kind, *, numbers=None, model=None, **options):
     params = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.01, **(numbers or CASES[kind][1])}
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -239,7 +293,7 @@ def engine_of(kind, *, numbers=None, **options):
         "optimizer": {"type": kind, "params": params},
         **options,
     }
-    return deepspeed.initialize(model=Model(), config=config)[0]
+    return deepspeed.initialize(model=Model() if model is None else model, config=config)[0]
 
 
 def train(engine, first, last):
@@ -271,6 +325,133 @@ def test_fifty_steps_are_those_of_the_published_rule(kind):
     engine.destroy()
 
 
+def whole_values(engine):
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return values_of(engine)
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
+@ranks(2, 4)
+def test_owners_of_pieces_follow_the_published_rule(kind):
+    simulated, numbers = CASES[kind]
+    for stage in (1, 2, 3):
+        keys = {"stage3_param_persistence_threshold": 10} if stage == 3 else {}
+        engine = engine_of(kind, zero_optimization={"stage": stage, **keys})
+        expected = simulated(dist.get_world_size(), stage=stage, **numbers)
+        for step in range(1, 51 if stage == 2 else 31):
+            train(engine, step, step)
+            model = expected.step().models[0]
+            if step % 10 in (1, 2):
+                found = {name: param.detach() for name, param in model.named_parameters()}
+                assert_close(whole_values(engine), found)
+        engine.destroy()
+
+
+@ranks(2)
+def test_owners_follow_the_rule_with_clipping_and_accumulation():
+    """Gradients are clipped by the norm of all that a rank has alone, once they stay there."""
+    for stage in (1, 2, 3):
+        engine = engine_of(
+            "OneBitAdam",
+            numbers={"freeze_step": 4},
+            gradient_accumulation_steps=2,
+            gradient_clipping=0.2,
+            zero_optimization={"stage": stage},
+        )
+        expected = SimulatedAdam(2, stage=stage, freeze_step=4)
+        plain = expected.gradients
+
+        def gradients(expected=expected, plain=plain):
+            found, step = [], expected.count
+            for count in (2 * step - 1, 2 * step):
+                expected.count = count
+                found.append(plain())
+            expected.count = step
+            means = [{name: (one[name] + two[name]) / 2 for name in SIZES} for one, two in zip(*found, strict=True)]
+            together = [{name: sum(each[name] for each in means) / 2 for name in SIZES}] * 2
+            for each in means if step > 4 else together[:1]:
+                norm = math.sqrt(sum(float(grad.square().sum()) for grad in each.values()))
+                for name in SIZES:
+                    each[name] = each[name] * min(0.2 / (norm + 1e-6), 1.0)
+            return means if step > 4 else together
+
+        expected.gradients = gradients
+        for step in range(1, 13):
+            for count in (2 * step - 1, 2 * step):
+                train(engine, count, count)
+            expected.step()
+            found = {name: param.detach() for name, param in expected.models[0].named_parameters()}
+            assert_close(whole_values(engine), found)
+        engine.destroy()
+
+
+class LateModel(Model):
+    """With a parameter that is not used at first, whose gradient tells of ranks alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.late = nn.Parameter(torch.ones(11))
+        self.never = nn.Parameter(torch.ones(3))
+        self.uses = False
+
+    def forward(self, rows, wanted):
+        loss = super().forward(rows, wanted)
+        return loss + (self.late * tell(dist.get_rank())).sum() if self.uses else loss
+
+
+def tell(rank):
+    return torch.linspace(1, 2, 11) * (rank + 1)
+
+
+@ranks(2)
+def test_parameters_that_are_used_late_have_the_mean_of_their_gradients():
+    for stage in (1, 3):
+        engine = engine_of(
+            "OneBitAdam", model=LateModel(), numbers={"freeze_step": 4}, zero_optimization={"stage": stage}
+        )
+        train(engine, 1, 6)
+        plain = nn.Parameter(torch.ones(11))
+        adam = torch.optim.AdamW([plain], lr=1e-2, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.01)
+        engine.module.uses = True
+        for step in range(7, 15):
+            train(engine, step, step)
+            if step < 11:
+                plain.grad = (tell(0) + tell(1)) / 2
+                adam.step()
+                assert_close(whole_values(engine), {"late": plain.detach(), "never": torch.ones(3)})
+        moved = whole_values(engine)["late"] - plain.detach()
+        assert 0 < float(moved.abs().max()) < 0.1  # by signs
+        engine.destroy()
+
+
+@ranks(2)
+def test_owners_notice_edits_and_loads_at_another_stage(tmp_path):
+    engine = engine_of("OneBitAdam", zero_optimization={"stage": 1})
+    expected = SimulatedAdam(2, stage=1, freeze_step=10)
+    for _ in range(13):
+        train(engine, expected.count + 1, expected.count + 1)
+        expected.step()
+    expected.m["bias"] = torch.linspace(-0.1, 0.1, 5)
+    safe_set_full_optimizer_state(engine.module.bias, expected.m["bias"], "exp_avg")
+    train(engine, 14, 14)
+    expected.step()
+    assert_close(values_of(engine), {name: param.detach() for name, param in expected.models[0].named_parameters()})
+    engine.backward(engine(*data(15, dist.get_rank())))
+    with pytest.raises(UsageError, match=r"gradient of bias cannot be set.*stay on the ranks"):
+        safe_set_full_grad(engine.module.bias, torch.ones(5))
+    engine.zero_grad()
+    engine.save_checkpoint(str(tmp_path))
+    engine.destroy()
+    other = engine_of("OneBitAdam", zero_optimization={"stage": 3})
+    other.load_checkpoint(str(tmp_path))
+    expected.exchange = OwnedExchange(2, stage=3)  # errors begin anew
+    for step in (15, 16):
+        train(other, step, step)
+        expected.step()
+    assert_close(whole_values(other), {name: param.detach() for name, param in expected.models[0].named_parameters()})
+    other.destroy()
+
+
 @ranks(2)
 def test_the_warm_up_is_adam_and_lamb():
     for kind, other in (("OneBitAdam", "AdamW"), ("OneBitLamb", "Lamb"), ("ZeroOneAdam", "AdamW")):
@@ -285,46 +466,50 @@ def test_the_warm_up_is_adam_and_lamb():
 
 @ranks(2)
 def test_checkpoints_go_on_before_and_after_the_variance_stays(tmp_path):
-    for kind in CASES:
-        for before in (6, 31, 35):
-            engine = engine_of(kind)
+    stages = [(kind, 0) for kind in CASES] + [("OneBitAdam", 2), ("OneBitLamb", 1), ("OneBitLamb", 3)]
+    for kind, stage in stages:
+        for before in (6, 31, 35) if stage == 0 else (6, 31):
+            engine = engine_of(kind, zero_optimization={"stage": stage})
             train(engine, 1, before)
-            folder = str(tmp_path / f"{kind}{before}")
+            folder = str(tmp_path / f"{kind}{stage}{before}")
             engine.save_checkpoint(folder)
             train(engine, before + 1, before + 6)
-            expected = values_of(engine)
+            expected = whole_values(engine)
             engine.destroy()
-            again = engine_of(kind)
+            again = engine_of(kind, zero_optimization={"stage": stage})
             again.load_checkpoint(folder)
             train(again, before + 1, before + 6)
-            for name, value in values_of(again).items():
+            for name, value in whole_values(again).items():
                 assert torch.equal(value, expected[name]), (kind, before, name)
             again.destroy()
 
 
 @ranks(2)
 def test_other_precisions_accumulation_clipping_and_overflow():
-    for kind in CASES:
-        for precision in ({"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}):
-            engine = engine_of(kind, gradient_clipping=0.5, gradient_accumulation_steps=2, **precision)
-            losses = []
-            for step in range(1, 81):
-                rows, wanted = (part.to(next(engine.module.parameters()).dtype) for part in data(step % 4, 0))
-                loss = engine(rows, wanted)
-                losses.append(float(loss.detach()))
-                engine.backward(loss)
-                engine.step()
-            assert sum(losses[-8:]) < 0.9 * sum(losses[:8]), (kind, precision, losses)
-            skipped, held = engine.skipped_steps, values_of(engine)
-            for _ in range(2):  # one rank has an infinite gradient, and all of them skip the step
-                rows, wanted = (part.to(next(engine.module.parameters()).dtype) for part in data(1, 0))
-                loss = engine(rows, wanted)
-                engine.backward(loss * float("inf") if dist.get_rank() == 1 else loss)
-                engine.step()
-            assert engine.skipped_steps == skipped + 1
-            for name, value in values_of(engine).items():
-                assert torch.equal(value, held[name])
-            engine.destroy()
+    bf16, fp16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    cases = [(kind, precision, 0) for kind in CASES for precision in (bf16, fp16)]
+    cases += [("OneBitAdam", fp16, 1), ("OneBitLamb", bf16, 2), ("OneBitAdam", bf16, 3), ("OneBitLamb", fp16, 3)]
+    for kind, precision, stage in cases:
+        sharded = {"zero_optimization": {"stage": stage}}
+        engine = engine_of(kind, gradient_clipping=0.5, gradient_accumulation_steps=2, **precision, **sharded)
+        losses = []
+        for step in range(1, 81):
+            rows, wanted = (part.to(next(engine.module.parameters()).dtype) for part in data(step % 4, 0))
+            loss = engine(rows, wanted)
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+        assert sum(losses[-8:]) < 0.9 * sum(losses[:8]), (kind, precision, stage, losses)
+        skipped, held = engine.skipped_steps, whole_values(engine)
+        for _ in range(2):  # one rank has an infinite gradient, and all of them skip the step
+            rows, wanted = (part.to(next(engine.module.parameters()).dtype) for part in data(1, 0))
+            loss = engine(rows, wanted)
+            engine.backward(loss * float("inf") if dist.get_rank() == 1 else loss)
+            engine.step()
+        assert engine.skipped_steps == skipped + 1
+        for name, value in whole_values(engine).items():
+            assert torch.equal(value, held[name])
+        engine.destroy()
 
 
 @ranks(4)
@@ -364,7 +549,10 @@ def test_errors_of_the_mean_do_not_add_up():
 @ranks(2)
 def test_what_does_not_work_with_them_is_refused():
     keys = {
-        "zero_optimization.stage 1": {"zero_optimization": {"stage": 1}},
+        "zero_optimization.mics_shard_size": {"zero_optimization": {"stage": 2, "mics_shard_size": 1}},
+        "zero_optimization.zero_quantized_gradients": {
+            "zero_optimization": {"stage": 2, "zero_quantized_gradients": True}
+        },
         'gradient_allreduce_op "sum"': {"gradient_allreduce_op": "sum"},
         "sparse_gradients": {"sparse_gradients": True},
         "optimizer_in_backward.enabled": {"optimizer_in_backward": {"enabled": True}},
@@ -373,12 +561,19 @@ def test_what_does_not_work_with_them_is_refused():
         with pytest.raises(DeepSpeedConfigError, match="OneBitAdam") as caught:
             engine_of("OneBitAdam", **config)
         assert words in str(caught.value)
+    with pytest.raises(DeepSpeedConfigError, match=r"ZeroOneAdam.*zero_optimization\.stage 2"):
+        engine_of("ZeroOneAdam", zero_optimization={"stage": 2})
+    group = {"params": list(Model().parameters()), "exp_avg_mask": torch.ones(5)}
+    with pytest.raises(DeepSpeedConfigError, match=r"exp_avg_mask at zero_optimization\.stage 1 to 3"):
+        deepspeed.initialize(
+            model=Model(),
+            optimizer=OnebitAdam([group], lr=1e-2),
+            config={"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}},
+        )
 
 
 @ranks(2)
 def test_a_client_gives_its_own():
-    from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
-
     model = Model()
     optimizer = OnebitAdam(model.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.01, freeze_step=10)
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}

@@ -133,8 +133,8 @@ def test_every_unbuilt_feature_names_a_key_of_the_schema():
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
         (
-            {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
-            "zero_optimization.zero_quantized_nontrainable_weights",
+            {"weight_quantization": {"quantized_initialization": {"num_bits": 4}}},
+            "weight_quantization",
         ),
     ],
 )

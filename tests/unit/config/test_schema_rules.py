@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from deepspeed.config.rules import violations
+from deepspeed.config.rules import advice, violations
 from deepspeed.config.schema import Schema
 
 ON = {"enabled": True}
@@ -163,3 +163,19 @@ def test_all_broken_rules_are_told_together():
 
 def test_muon_at_stage_3_needs_no_special_setting():
     Schema(optimizer={"type": "Muon"}, **zero(3))
+
+
+def test_a_variance_that_stays_during_the_warm_up_is_advised_against():
+    def found(kind, key, steps):
+        schema = Schema(
+            optimizer={"type": kind, "params": {key: steps}},
+            scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 100}},
+        )
+        return advice(schema)
+
+    for kind, key in (("OneBitAdam", "freeze_step"), ("ZeroOneAdam", "var_freeze_step")):
+        assert found(kind, key, 100) == []
+        (text,) = found(kind, key, 99)
+        assert f"optimizer.params.{key}" in text
+        assert "99 steps" in text
+        assert "100" in text

@@ -200,6 +200,7 @@ def test_random_schedules(turns: int) -> None:
                 assert tokens == expected[uids[uid], index][: len(tokens)]
         stats = llm.stats()
     assert stats["preemptions"] > 0
+    assert stats["prefix_hit_tokens"] > 0
     assert stats["free_blocks"] == stats["total_blocks"]
     assert stats["running"] == stats["waiting"] == stats["swapped"] == 0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepspeed.accelerator import clock as module
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFinished, StepFinished
-from deepspeed.monitor import subscriber as module
 from deepspeed.monitor.monitor import Monitor
 from deepspeed.monitor.subscriber import MonitorSubscriber
 from deepspeed.profiling.timers import WallClock

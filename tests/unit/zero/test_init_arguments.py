@@ -46,7 +46,6 @@ def test_the_public_signature():
 @pytest.mark.parametrize(
     "options",
     [
-        {"zero_quantized_nontrainable_weights": True},
         {"zero_param_parallel_group": object()},
         {"param_swapper": object()},
     ],
@@ -60,6 +59,8 @@ def test_features_that_are_missing_are_named(options):
 def test_a_wrong_device_and_two_configs():
     with pytest.raises(UsageError, match="zero_quantized_weights in the config"):
         zero.Init(zero_quantized_weights=True)
+    with pytest.raises(UsageError, match="zero_quantized_nontrainable_weights in the config"):
+        zero.Init(zero_quantized_nontrainable_weights=True, config={"zero_optimization": {"stage": 3}})
     with pytest.raises(UsageError, match="remote_device is 'disk'"):
         zero.Init(remote_device="disk")
     with pytest.raises(UsageError, match="no folder is named"):

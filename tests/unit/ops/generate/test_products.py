@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from tests.covering import pairs
+from tests.unit.generate.families import tiny
 from tests.unit.ops.model.interpreted import numbers
 
 from deepspeed.errors import UsageError  # isort: skip
+from deepspeed.fusion import experts as fused_experts
+from deepspeed.fusion.experts import find_experts
+from deepspeed.ops.generate.experts import routed_experts_reference, routed_experts_triton
 from deepspeed.ops.generate.kernels import packed as packed_kernels
 from deepspeed.ops.generate.kernels import streaming as kernels
 from deepspeed.ops.generate.packed import (
@@ -26,6 +30,7 @@ from deepspeed.ops.generate.streaming import (
     streamed_linear_reference,
     streamed_linear_triton,
 )
+from deepspeed.transformers.replacement import Refused
 
 HALF = torch.float16  # the interpreter multiplies no bfloat16
 
@@ -61,6 +66,46 @@ def test_streamed_gated(monkeypatch, rows, kind, units):
     for biases in (None, [numbers(70, dtype=HALF), None]):
         found = streamed_gated_triton(x, gate, up, kind, biases)
         close(found, streamed_gated_reference(x, gate, up, kind, biases))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("tokens", "each", "experts", "kind"),
+    [(1, 3, 5, "silu"), (19, 2, 3, "gelu"), (6, 3, 20, "silu")],
+)
+def test_routed_experts(tokens, each, experts, kind):
+    """One token; several blocks of an expert; experts without tokens."""
+    x, width, inner = numbers(tokens, 144, dtype=HALF) * 0.1, 144, 48
+    gate_up, down = numbers(experts, 2 * inner, width, dtype=HALF), numbers(experts, width, inner, dtype=HALF, seed=1)
+    chosen = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0)).topk(each).indices
+    shares = torch.softmax(numbers(tokens, each, seed=2), -1).to(HALF)
+    expected = routed_experts_reference(x, gate_up, down, chosen, shares, kind)
+    close(routed_experts_triton(x, gate_up, down, chosen, shares, kind), expected, 2e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_experts_of_a_model(monkeypatch, kind):
+    """Few tokens take the kernel, more the model's own way, and experts that compute in another way are left."""
+    launched = []
+    monkeypatch.setattr(fused_experts, "op", lambda _name: routed_experts_triton)
+    monkeypatch.setattr(
+        fused_experts, "routed_experts", lambda *given: launched.append(1) or routed_experts_triton(*given)
+    )
+    found = list(find_experts(tiny(kind, num_hidden_layers=1).half()))
+    assert [isinstance(swap, Refused) for _, _, swap in found] == [kind == "gpt_oss"]
+    _, experts, swap = found[0]
+    if isinstance(swap, Refused):
+        return
+    chosen = torch.tensor([[0, 2], [3, 0]]).repeat(40, 1)
+    inputs = [(numbers(80, 32, dtype=HALF)[:few] * 0.1, chosen[:few], chosen[:few] / 4) for few in (1, 5, 80)]
+    before = [experts(*given) for given in inputs]
+    undo = swap.put()
+    for given, expected in zip(inputs, before, strict=True):
+        close(experts(*given), expected)
+    assert len(launched) == 2
+    undo()
+    assert torch.equal(experts(*inputs[1]), before[1])
 
 
 def test_what_the_kernel_does_not_take_is_torchs():

@@ -1,0 +1,127 @@
+"""Tokens times the weights of the experts that they chose, which are read once.
+
+[Note: blocks of pairs] A pair is a token and one of its experts. `_plan` puts the pairs of an expert into blocks of
+ROWS; the host knows only how many blocks there are at most, so that a graph can hold the launch. Programs of blocks
+that are not there end at once. The pairs of a single token have unlike experts: each is a block, without a plan.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed.ops.generate.kernels.streaming import processors
+from deepspeed.ops.model.kernels.common import KINDS, act, after_others, cdiv, next_power, overlaps
+from deepspeed.ops.precompile import launch
+
+_ROWS = 16
+_CHUNK = tl.constexpr(16)
+
+
+@triton.jit
+def _plan(
+    chosen_ptr, begins_ptr, expert_ptr, order_ptr, pairs, experts, most, per_expert,
+    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    after_others(PDL)
+    pair, expert, block = tl.arange(0, PAIRS), tl.arange(0, EXPERTS), tl.arange(0, BLOCKS)
+    own = tl.load(chosen_ptr + pair, mask=pair < pairs, other=experts).to(tl.int32)
+    rank, count = tl.zeros((PAIRS,), dtype=tl.int32), tl.zeros((EXPERTS,), dtype=tl.int32)
+    for first in range(0, pairs, _CHUNK):
+        at = first + tl.arange(0, _CHUNK)
+        other = tl.load(chosen_ptr + at, mask=at < pairs, other=experts).to(tl.int32)
+        before = (other[None, :] == own[:, None]) & (at[None, :] < pair[:, None])
+        rank += tl.sum(before.to(tl.int32), 1)
+        count += tl.sum((other[None, :] == expert[:, None]).to(tl.int32), 1)
+    blocks = (count + ROWS - 1) // ROWS
+    begin = tl.cumsum(blocks, 0) - blocks
+    tl.store(begins_ptr + expert, begin, mask=expert < experts)
+    tl.store(expert_ptr + block, tl.full((BLOCKS,), -1, dtype=tl.int32), mask=block < most)
+    for row in range(ROWS):
+        tl.store(order_ptr + block * ROWS + row, tl.full((BLOCKS,), -1, dtype=tl.int32), mask=block < most)
+    tl.debug_barrier()  # what is written next replaces some of it
+    for number in range(per_expert):
+        tl.store(expert_ptr + begin + number, expert, mask=(expert < experts) & (number < blocks))
+    start = tl.load(begins_ptr + own, mask=pair < pairs, other=0)
+    tl.store(order_ptr + start * ROWS + rank, pair, mask=pair < pairs)
+
+
+@triton.jit
+def _routed(
+    x_ptr, w_ptr, order_ptr, expert_ptr, shares_ptr, y_ptr, x_row, w_expert, w_row, outs, inner, per_row,
+    GATED: tl.constexpr, KIND: tl.constexpr, SINGLE: tl.constexpr, WHOLE: tl.constexpr,
+    OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rows x[pair // per_row] times a tile of their expert's weight; GATED: gate and up, else times shares."""
+    after_others(PDL)
+    block, first = tl.program_id(0), tl.program_id(1) * OUT
+    expert = tl.load(expert_ptr + block).to(tl.int64)
+    if expert >= 0:
+        out, row, at = first + tl.arange(0, OUT), tl.arange(0, ROWS), tl.arange(0, INNER)
+        if SINGLE:
+            pair = tl.where(row == 0, block, -1)
+        else:
+            pair = tl.load(order_ptr + block * ROWS + row)
+        there = pair >= 0
+        pair = tl.maximum(pair, 0)
+        line = tl.minimum(out, outs - 1).to(tl.int64)[:, None]
+        w_at = w_ptr + expert * w_expert + line * w_row + at[None, :]
+        x_at = x_ptr + (pair // per_row)[None, :] * x_row + at[:, None]
+        total, up = tl.zeros((OUT, ROWS), dtype=tl.float32), tl.zeros((OUT, ROWS), dtype=tl.float32)
+        for step in range(0, inner, INNER):
+            if WHOLE:
+                x = tl.load(x_at + step)
+                w = tl.load(w_at + step, eviction_policy="evict_first")
+            else:
+                inside = at < inner - step
+                x = tl.load(x_at + step, mask=inside[:, None], other=0.0)
+                w = tl.load(w_at + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            total = tl.dot(w, x, total)
+            if GATED:
+                if WHOLE:
+                    v = tl.load(w_at + outs.to(tl.int64) * w_row + step, eviction_policy="evict_first")
+                else:
+                    v = tl.load(w_at + outs.to(tl.int64) * w_row + step, mask=inside[None, :], other=0.0)
+                up = tl.dot(v, x, up)
+        type: tl.constexpr = x_ptr.dtype.element_ty
+        total = total.to(type).to(tl.float32)  # as products by themselves are rounded
+        if GATED:
+            total = act(total, KIND)[0] * up.to(type).to(tl.float32)
+        else:
+            total *= tl.load(shares_ptr + pair).to(tl.float32)[None, :]
+        place = y_ptr + pair.to(tl.int64)[None, :] * outs + out[:, None]
+        tl.store(place, total.to(y_ptr.dtype.element_ty), mask=there[None, :] & (out < outs)[:, None])
+
+
+def route(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, shares: Tensor, kind: str) -> Tensor:
+    """See `routed_experts`: three launches and a sum."""
+    tokens, each = chosen.shape
+    experts, pairs = len(gate_up), tokens * each
+    chosen, shares, x = chosen.contiguous(), shares.contiguous(), x.contiguous()
+    if tokens == 1:
+        most, expert, order = pairs, chosen, chosen
+    else:
+        most = min(pairs, experts + pairs // _ROWS)
+        begins, expert, order = torch.empty(experts + most * (1 + _ROWS), dtype=torch.int32, device=x.device).split(
+            [experts, most, most * _ROWS]
+        )
+        launch(
+            _plan, (1,), chosen, begins, expert, order, pairs, experts, most, cdiv(tokens, _ROWS),
+            PAIRS=next_power(pairs), EXPERTS=next_power(experts), BLOCKS=next_power(most), ROWS=_ROWS, num_warps=8,
+            **overlaps(x.device),
+        )  # fmt: skip
+    inner = down.shape[2]
+    middle = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+    found = torch.empty(pairs, down.shape[1], dtype=torch.float32, device=x.device)
+    for rows, weight, result, per_row in ((x, gate_up, middle, each), (middle, down, found, 1)):
+        outs, width = result.shape[1], rows.shape[1]
+        out = 32 if most * cdiv(outs, 64) < 2 * processors(x.device) else 64
+        launch(
+            _routed, (most, cdiv(outs, out)),
+            rows, weight, order, expert, shares, result, rows.stride(0), weight.stride(0), weight.stride(1), outs,
+            width, per_row, GATED=weight is gate_up, KIND=KINDS[kind], SINGLE=tokens == 1, WHOLE=width % 128 == 0,
+            OUT=out, INNER=128, ROWS=_ROWS, num_warps=4, num_stages=3, **overlaps(x.device),
+        )  # fmt: skip
+    return found.view(tokens, each, -1).sum(1).to(x.dtype)
