@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.dataloader import DeepSpeedDataLoader
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.tensor_parallel.model_init import set_autotp_mode, tp_model_init
+    from deepspeed.verify import replay
 
 # name → module, or module:attribute; imported when first asked for
 _LAZY = {
@@ -97,6 +98,7 @@ _LAZY = {
     "tensor_parallel": "deepspeed.tensor_parallel",
     "tp_model_init": "deepspeed.tensor_parallel.model_init:tp_model_init",
     "parallel": "deepspeed.parallel",
+    "replay": "deepspeed.verify:replay",
     "replace_transformer_layer": "deepspeed.inference.modules:replace_transformer_layer",
     "pipe": "deepspeed.pipe",
     "git_branch": "deepspeed.published.git_version_info:git_branch",
@@ -153,6 +155,7 @@ __all__ = [
     "parallel",
     "pipe",
     "replace_transformer_layer",
+    "replay",
     "runtime",
     "set_autotp_mode",
     "tensor_parallel",

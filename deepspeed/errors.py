@@ -15,8 +15,9 @@ DeepSpeedError
 ├── LayoutError (ValueError, AssertionError) sizes and ranks that do not tile the world
 ├── OpUnavailable (RuntimeError)             an operation that this machine cannot run
 ├── PipelineError (RuntimeError)             a pipeline that cannot do what was asked, or of which a stage failed
-└── UsageError (ValueError, AssertionError)  arguments of a public function that contradict each other
-    └── LostEditError (RuntimeError)         a sharded parameter was written where that has no effect
+├── UsageError (ValueError, AssertionError)  arguments of a public function that contradict each other
+│   └── LostEditError (RuntimeError)         a sharded parameter was written where that has no effect
+└── VerificationError (RuntimeError)         verify mode found a value that is not what it must be
 
 Each also inherits the builtin that scripts catch today. A message says what was found, what was expected and
 what to do.
@@ -42,6 +43,7 @@ __all__ = [
     "PipelineError",
     "RendezvousError",
     "UsageError",
+    "VerificationError",
 ]
 
 _SHOWN = "\n\t"
@@ -141,3 +143,7 @@ class UsageError(DeepSpeedError, ValueError, AssertionError):
 
 class LostEditError(UsageError, RuntimeError):
     """A sharded parameter was written in a way that would be lost."""
+
+
+class VerificationError(DeepSpeedError, RuntimeError):
+    """Verify mode found a value that is not what it must be; the message names rank, tensor and both values."""

@@ -144,6 +144,7 @@ def _reads(job: Job) -> dict[str, float]:
     writer, tokens = builder(f"{prefix}.bin", dtype=np.uint16), torch.arange(LENGTH)
     for _ in range(ITEMS):
         writer.add_item(tokens)
+        writer.end_document()
     writer.finalize(f"{prefix}.idx")
     dataset, order = kind(prefix), chance.permutation(ITEMS).tolist()
     for number in order[:1000]:

@@ -95,6 +95,7 @@ def watch(parts: Parts, stack: ExitStack) -> None:
     _trace(parts, stack)
     if parts.experts is not None and (parts.monitor.enabled or writes):
         stack.callback(RouterStatistics(parts.module, parts.layout.samples).attach(events).close)
+    _verify(parts, stack)
     stack.callback(events.subscribe(PhaseFailed, OutOfMemory(parts)).close)
     if comm.get_rank() == 0:
         stack.callback(events.subscribe(OverflowFound, _tell_overflow).close)
@@ -197,6 +198,14 @@ def _run_facts(parts: Parts) -> dict[str, Any]:
         "precision": str(parts.precision.param).removeprefix("torch."),
         "batch": None if batch is None else [batch.train, batch.micro, batch.steps],
     }
+
+
+def _verify(parts: Parts, stack: ExitStack) -> None:
+    config = parts.config.schema.verify
+    if config.every is not None:
+        from deepspeed.verify.subscriber import StepVerifier  # only a run that is checked needs it
+
+        stack.callback(StepVerifier(parts, config, config.every).attach(parts.events).close)
 
 
 def _stages(parts: Parts) -> StageGroup | None:

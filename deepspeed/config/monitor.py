@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from pydantic import AfterValidator, BeforeValidator
 
-from .model import ConfigModel, Count, Folder, Names, NoEffect, Number, PositiveCount, Section, Whole, key
+from .model import ConfigModel, Count, Folder, Lower, Names, NoEffect, Number, PositiveCount, Section, Whole, key
 
 # DeepSpeed's documentation writes null for the working directory, its code the empty string.
 _Folder = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
@@ -184,3 +184,16 @@ class HangsConfig(Section):
     )
     patience: float = key(3.0, "How long other ranks get to report where they are.", gt=0, allow_inf_nan=False)
     folder: Folder = key(None, "Where stacks of hanging ranks are written; null is the folder for temporary files.")
+
+
+class VerifyConfig(Section):
+    """Checks of running training: copies that must be equal, and sampled updates that are computed a second time."""
+
+    every: PositiveCount | None = key(None, "Number of optimizer steps between two checks; null is no checks.")
+    parameters: Count = key(2, "Number of parameters whose update is computed again in a check; others in each.")
+    replay: Folder = key(None, "Where a step with a difference is recorded for `deepspeed.replay`; null records none.")
+    action: Annotated[Literal["warn", "stop", "save"], Lower] = key(
+        "warn",
+        "What follows a difference: a warning and a record (`warn`), an error on all ranks (`stop`), or a record and "
+        "an error (`save`).",
+    )

@@ -267,6 +267,12 @@ def _compression(config: Schema) -> Iterator[str]:
         )
 
 
+def _verify(config: Schema) -> Iterator[str]:
+    verify = config.verify
+    if verify.action == "save" and verify.replay is None:
+        yield "verify.action: 'save' records the step, but verify.replay names no folder; give one, or use 'stop'"
+
+
 _RULES = (
     _compression,
     _codecs,
@@ -279,6 +285,7 @@ _RULES = (
     _one_bit,
     _experts,
     _elastic_batch_sizes,
+    _verify,
 )
 
 

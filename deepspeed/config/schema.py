@@ -46,6 +46,7 @@ from .monitor import (
     TensorBoardConfig,
     TimersConfig,
     TraceConfig,
+    VerifyConfig,
     WandbConfig,
 )
 from .optimizer import OptimizerConfig, OptimizerInBackwardConfig, SchedulerConfig
@@ -301,6 +302,7 @@ class Schema(ConfigModel):
         NoEffect("trace.steps is empty", lambda c: not c.trace.steps, switch="trace.steps"),
     )
     timers: TimersConfig = key(TimersConfig, "Timers that run during training.")
+    verify: VerifyConfig = key(VerifyConfig, "Checks of running training for corrupted values.")
 
     # Programs around training
     autotuning: Unbuilt = key(Unbuilt, "Search for the fastest config.", NotBuilt("the autotuner"))

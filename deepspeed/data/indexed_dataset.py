@@ -5,6 +5,9 @@ Written by Megatron and DeepSpeed, and by this module byte for byte. The index o
 `MMIDIDX`, a version, a code of the dtype, the number of items and of document boundaries; then int32 sizes, int64
 byte offsets and int64 boundaries. The older kind, magic `TNTIDX`, has offsets and shapes in elements. Sizes in an
 index are compared with the size of its file before anything is read, and offsets with the data when an item is.
+
+Megatron has code 8 for uint16, which is 6 here, as in DeepSpeed, where 8 is uint64. Which of them it is follows from
+where the last item ends.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ _MMAP, _OLD = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
 _HEAD = struct.Struct("<QBQQ")
 _OLD_HEAD = struct.Struct("<QQQQQQ")
 _SMALL_VOCABULARY = 65_500
+_TAIL = 1000
 
 
 def code(dtype: Any) -> int:
@@ -182,6 +186,14 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
         with _reading(data):
             empty = os.path.getsize(data) == 0
         self._data = memoryview(b"" if empty else np.memmap(data, mode="r"))  # type: ignore[arg-type]
+        if number == code(np.uint64) and self._ends_as(np.dtype(np.uint16)):
+            self.dtype_of_items = np.dtype(np.uint16)
+
+    def _ends_as(self, dtype: np.dtype[Any]) -> bool:
+        """Whether the last item that has elements, of this dtype, ends where the data does."""
+        last = np.flatnonzero(self._sizes[-_TAIL:])
+        at = len(self) - min(len(self), _TAIL) + (int(last[-1]) if last.size else 0)
+        return last.size > 0 and int(self._pointers[at]) + int(self._sizes[at]) * dtype.itemsize == len(self._data)
 
     def __getstate__(self) -> str:
         return self._path
@@ -194,6 +206,12 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Array]):
         return len(self._sizes)
 
     def __getitem__(self, idx: Any) -> Any:
+        try:
+            size = self._sizes.item(idx)
+            if size > 0:
+                return np.frombuffer(self._data, self.dtype_of_items, size, self._pointers.item(idx))
+        except (TypeError, ValueError):
+            pass  # a slice, or an item outside the file
         if isinstance(idx, slice):
             start, stop, step = idx.indices(len(self))
             if step != 1:

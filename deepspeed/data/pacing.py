@@ -109,7 +109,8 @@ def pacing_of(
     found = Pacing(rank=rank)
     routing = schema.data_efficiency.random_ltd
     if routing is not None:
-        found.tokens = join_layers(module, routing, samples)
+        here = None if whole else [number for number, _ in blocks().here]
+        found.tokens = join_layers(module, routing, samples, here)
     legacy, drop = schema.curriculum_learning, schema.progressive_layer_drop
     if legacy.enabled:
         found.curriculum, found.cuts = CurriculumScheduler(legacy), legacy.cut_batches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -194,8 +194,10 @@ def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
     return remove_random_ltd_state_dict(model.state_dict())
 
 
-def join_layers(model: nn.Module, section: RandomLTDConfig, samples: int) -> RandomLTDScheduler:
-    """Join the layers that the config numbers to one schedule."""
+def join_layers(
+    model: nn.Module, section: RandomLTDConfig, samples: int, here: Container[int] | None = None
+) -> RandomLTDScheduler:
+    """Join the layers that the config numbers to one schedule; `here` are those of this stage of a pipeline."""
     scheduler = RandomLTDScheduler(section, samples)
     converted = {name: each for name, each in model.named_modules() if isinstance(each, RandomLayerTokenDrop)}
     joined: Sequence[tuple[str, RandomLayerTokenDrop, int]] = [
@@ -204,10 +206,12 @@ def join_layers(model: nn.Module, section: RandomLTDConfig, samples: int) -> Ran
         for number in section.random_ltd_layer_id
         if str(number) in name.split(".")
     ]
-    if len(joined) != section.random_ltd_layer_num:
+    listed = section.random_ltd_layer_id
+    expected = section.random_ltd_layer_num if here is None else sum(number in here for number in listed)
+    if len(joined) != expected:
         raise DeepSpeedConfigError(
-            f"{_PATH}.random_ltd_layer_id names {section.random_ltd_layer_id}, and {len(joined)} layers of "
-            f"{type(model).__name__} have such a number and were converted; expected {section.random_ltd_layer_num}. "
+            f"{_PATH}.random_ltd_layer_id names {listed}, and {len(joined)} layers of "
+            f"{type(model).__name__} have such a number and were converted; expected {expected}. "
             f"Converted layers: {', '.join(converted) or 'none'}. Call convert_to_random_ltd(model, class of layers) "
             "before deepspeed.initialize",
             path=f"{_PATH}.random_ltd_layer_id",

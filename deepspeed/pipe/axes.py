@@ -95,8 +95,8 @@ class PipelineKind(ModelKind):
     def blocks(self) -> NumberedBlocks:
         if self.module.cut is None:
             raise UsageError(
-                "progressive_layer_drop.drop_blocks needs the blocks of a model of Transformers; this pipeline is a "
-                "row of layers. Remove the key, and let these layers drop themselves"
+                "progressive_layer_drop.drop_blocks and data_efficiency.data_routing.random_ltd need the blocks of a "
+                "model of Transformers; this pipeline is a row of layers. Remove these keys"
             )
         return self.module.cut.numbered_blocks()
 

@@ -108,7 +108,9 @@ def _join_again(engine: Any) -> None:
     """Join layers that were converted after `initialize`."""
     routing, pacing = engine._config.schema.data_efficiency.random_ltd, engine._parts.pacing
     if routing is not None and pacing is not None:
-        pacing.tokens = join_layers(engine.module, routing, engine.train_batch_size())
+        kind = engine._parts.kind
+        here = None if kind.whole else [number for number, _ in kind.blocks().here]
+        pacing.tokens = join_layers(engine.module, routing, engine.train_batch_size(), here)
 
 
 def _paced(engine: Any, name: str) -> Any:

@@ -3,9 +3,11 @@
 from deepspeed.zero.agreement import RankAgreement as RankAgreement
 from deepspeed.zero.build import ZeroModel as ZeroModel
 from deepspeed.zero.gradients.reducer import GradientReducer as GradientReducer
+from deepspeed.zero.gradients.reduction import ReduceToOwners as ReduceToOwners
 from deepspeed.zero.parameters import gather as gather
 from deepspeed.zero.parameters.coded import RestingWeights as RestingWeights
 from deepspeed.zero.parameters.data import plain_data as plain_data
+from deepspeed.zero.parameters.data import writes as writes
 from deepspeed.zero.parameters.nested_tensors import tensors_in as tensors_in
 from deepspeed.zero.parameters.shard import Shard as Shard
 from deepspeed.zero.parameters.shard import shard_of as shard_of
@@ -26,9 +28,11 @@ from deepspeed.zero.states.groups import WholeGroup as WholeGroup
 from deepspeed.zero.states.host_step import in_one_pass as in_one_pass
 from deepspeed.zero.states.norm import NormRanks as NormRanks
 from deepspeed.zero.states.norm import clip_coefficient as clip_coefficient
+from deepspeed.zero.states.parameter_state import ParameterState as ParameterState
 from deepspeed.zero.states.parameter_state import StateOwner as StateOwner
 from deepspeed.zero.states.parameter_state import attach as attach
 from deepspeed.zero.states.parameter_state import detach as detach
+from deepspeed.zero.states.parameter_state import join as join
 from deepspeed.zero.states.states import OptimizerStates as OptimizerStates
 from deepspeed.zero.states.states import update_some as update_some
 from deepspeed.zero.states.tiles import tiles_well as tiles_well

@@ -23,7 +23,7 @@ PUBLIC = """
     __version__ __version_major__ __version_minor__ __version_patch__ accelerator add_config_arguments
     checkpointing comm default_inference_config dist inference init_inference replace_transformer_layer
     set_autotp_mode tensor_parallel tp_model_init
-    get_accelerator init_distributed initialize log_dist logger moe ops parallel runtime utils zero
+    get_accelerator init_distributed initialize log_dist logger moe ops parallel replay runtime utils zero
 """.split()
 
 

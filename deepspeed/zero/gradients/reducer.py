@@ -106,7 +106,8 @@ class GradientReducer:
         self._unused: frozenset[int] = frozenset()
         self._guessed = True
         self._proposals = self._patience = 0
-        self._buckets: list[list[BucketEntry]] = []
+        self.buckets: list[list[BucketEntry]] = []
+        """Gradients that travel together, in the order of leaving; none where no other rank has any."""
         self._flights: BucketsInFlight | ReplicatedInFlight = (
             BucketsInFlight(self._landed) if replicated is None else ReplicatedInFlight()
         )
@@ -194,8 +195,8 @@ class GradientReducer:
         packed = pack_buckets(self._order, sizes, kinds, self._ways.limit, unused=self._unused, first=self._ways.first)
         packed.sort(key=lambda numbers: kinds[numbers[0]][1])
         kept = sum(kinds[numbers[0]][1] for numbers in packed)
-        self._buckets = [[self._entries[number] for number in numbers] for numbers in packed]
-        self._flights.carry(self._buckets)
+        self.buckets = [[self._entries[number] for number in numbers] for numbers in packed]
+        self._flights.carry(self.buckets)
         self._version += 1
         largest = max((sum(sizes[number] for number in numbers) for numbers in packed), default=0)
         budget = sum(sizes) if whole else _WAITING * largest  # what is summed in place leaves when it is complete
@@ -389,7 +390,7 @@ class GradientReducer:
         if learned.version != self._version:
             learned.version, learned.places, known = self._version, [], learned.positions
             if len(known) == len(self._entries):  # else others are trained now: everything leaves at the end
-                last = (max(known[self._number[id(p.param)]] for p in bucket) for bucket in self._buckets)
+                last = (max(known[self._number[id(p.param)]] for p in bucket) for bucket in self.buckets)
                 learned.places = list(accumulate(last, max))
         return bisect_right(learned.places, step)
 
@@ -398,7 +399,7 @@ class GradientReducer:
     @torch.no_grad()
     def _launch(self, place: int) -> None:
         self._launched = True
-        bucket = self._buckets[place]
+        bucket = self.buckets[place]
         self._had.update(self._flights.send(place, partial(self._ask_whole, bucket)))
         if not self._ways.overlap or (self._ways.strict and bucket[0].device.type == "cpu"):
             self.land()
@@ -447,7 +448,7 @@ class GradientReducer:
         if bool((said[:, 1] != said[0, 1]).any()):
             had = self._agreement.union(had, count)
         if bool(said[:, 2].any()):
-            late = self._agreement.union(late, len(self._buckets))
+            late = self._agreement.union(late, len(self.buckets))
         order = self._agreement.broadcast_numbers(order or (), count) if bool(said[0, 3]) else None
         departures.late.clear()
         for place in sorted(late):

@@ -13,13 +13,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import deepspeed
+from deepspeed.config.data import RandomLTDConfig
 from deepspeed.data.random_ltd import (
     RandomLayerTokenDrop,
     RandomLTDScheduler,
     convert_to_random_ltd,
+    join_layers,
+    remove_random_ltd_state_dict,
     save_without_random_ltd,
 )
 from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.pipe import PipelineModule
 from tests.harness import ranks, store_path
 
 pytestmark = pytest.mark.usefixtures("with_transformers")
@@ -49,7 +53,7 @@ def llama(layers: int = 4) -> nn.Module:
     return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=23, num_hidden_layers=layers, use_cache=False, **sizes))
 
 
-def build(stage: int = 0, ltd: dict | None = None, **more):
+def build(stage: int = 0, ltd: dict | None = None, model: nn.Module | None = None, **more):
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
@@ -59,7 +63,8 @@ def build(stage: int = 0, ltd: dict | None = None, **more):
         "data_efficiency": {"data_routing": {"random_ltd": {**LTD, **(ltd or {})}}},
         **more,
     }
-    return deepspeed.initialize(model=convert_to_random_ltd(llama(), LlamaDecoderLayer), config=config)[0]
+    model = convert_to_random_ltd(llama(), LlamaDecoderLayer) if model is None else model
+    return deepspeed.initialize(model=model, config=config)[0]
 
 
 def tokens(step: int, rows: int = 4) -> torch.Tensor:
@@ -127,6 +132,70 @@ def test_dropped_tokens_cost_nothing_and_come_out_as_they_went_in():
     whole.load_state_dict(plain)
     engine.eval()
     torch.testing.assert_close(engine(input_ids=batch).logits, whole(input_ids=batch).logits)
+
+
+class Block(nn.Module):
+    """A layer whose work is that of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + self.layer(hidden_states)
+
+
+def test_the_work_of_a_training_is_that_of_its_layer_tokens():
+    model = convert_to_random_ltd(nn.Sequential(*(Block() for _ in range(4))), Block).train()
+    scheduler = join_layers(model, RandomLTDConfig.model_validate(LTD), 2)
+    with FlopCounterMode(display=False) as counter:
+        for step in range(8):
+            scheduler.update_seq(step)
+            scheduler.draw = (step, 0)
+            model(torch.ones(2, LENGTH, 8, requires_grad=True)).sum().backward()
+    forward_and_backward = 3 * 2 * 8 * 8
+    published = scheduler.get_total_layer_tokens(8) * forward_and_backward
+    assert counter.get_total_flops() == pytest.approx(published, rel=0.02)
+    assert published < 0.85 * 8 * 4 * 2 * LENGTH * forward_and_backward
+
+
+def plain(steps: int) -> dict[str, torch.Tensor]:
+    """The weights of one process that keeps the same tokens, under the names of the model that was not converted."""
+    model = convert_to_random_ltd(llama(), LlamaDecoderLayer).train()
+    scheduler = join_layers(model, RandomLTDConfig.model_validate(LTD), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(steps):
+        scheduler.update_seq(step)
+        scheduler.draw = (step, 0)
+        batch = tokens(step, 2)
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return save_without_random_ltd(model)
+
+
+@ranks(2)
+def test_tensor_parallelism_and_pipelines_drop_the_same_tokens():
+    expected = plain(4)
+    engine = build(tensor_parallel={"autotp_size": 2})
+    for step in range(4):
+        batch = tokens(step, 2)
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+    found = remove_random_ltd_state_dict(engine.module_state_dict())
+    assert found.keys() >= dict(llama().named_parameters()).keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name])
+    engine.destroy()
+    staged = PipelineModule(convert_to_random_ltd(llama(), LlamaDecoderLayer), num_stages=2)
+    engine = build(model=staged)
+    for step in range(4):
+        batch = tokens(step, 2)
+        engine.train_batch(iter([{"input_ids": batch, "labels": batch}]))
+    found = remove_random_ltd_state_dict(engine.module_state_dict())
+    assert len(found) > 10
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name])
 
 
 @ranks(1)

@@ -7,9 +7,11 @@ from collections import namedtuple
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed.data.curriculum import CurriculumScheduler, cut_to_length
-from deepspeed.data.layer_drop import ProgressiveLayerDrop
+from deepspeed.data.layer_drop import BlockDrop, ProgressiveLayerDrop
 from deepspeed.data.ramp import Ramp
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from tests.unit.data.oracle import FIXTURE, schedules
@@ -70,6 +72,25 @@ def test_theta():
     drop.update_state(10)
     assert drop.get_theta() == pytest.approx(0.5 * 2.718281828**-1 + 0.5)
     assert Ramp.decay(0.25, 0).at(9) == 1.0
+
+
+def test_the_share_of_blocks_that_compute_is_that_of_the_formula():
+    blocks = [nn.Linear(2, 2) for _ in range(6)]
+    drop, theta, kept = BlockDrop(list(enumerate(blocks)), 6, seed=1), 0.4, []
+    drop.choose(1.0, 0)
+    nn.Sequential(*blocks)(torch.ones(1, 2))  # a block that never ran would run once to see what it returns
+    with FlopCounterMode(display=False) as counter:
+        for step in range(5000):
+            drop.choose(theta, step)
+            kept.append(6 - len(drop.dropped))
+            if step < 20:
+                hidden = torch.ones(1, 2)
+                for block in blocks:
+                    hidden = block(hidden)
+    assert counter.get_total_flops() == sum(kept[:20]) * 2 * 2 * 2
+    share = sum(1 - number / 6 * (1 - theta) for number in range(1, 7)) / 6
+    assert sum(kept) == pytest.approx(share * 5000 * 6, rel=0.02)
+    drop.close()
 
 
 def test_batches_are_cut_wherever_their_tensors_are():

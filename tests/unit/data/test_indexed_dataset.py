@@ -65,6 +65,17 @@ def test_small_functions(tmp_path):
         indexed.MMapIndexedDatasetBuilder(str(tmp_path / "f"), dtype=np.float64)
 
 
+def test_megatron_has_another_code_for_uint16(tmp_path):
+    for dtype in ("uint16", "uint64"):
+        build(indexed.MMapIndexedDatasetBuilder, tmp_path / dtype, dtype)
+        index = bytearray((tmp_path / f"{dtype}.idx").read_bytes())
+        index[17] = 8
+        expected = [each.tolist() for each in indexed.MMapIndexedDataset(str(tmp_path / dtype))[:]]
+        (tmp_path / f"{dtype}.idx").write_bytes(index)
+        found = indexed.MMapIndexedDataset(str(tmp_path / dtype))
+        assert (found.dtype, [each.tolist() for each in found[:]]) == (getattr(np, dtype), expected)
+
+
 HUGE = 2**62
 
 
