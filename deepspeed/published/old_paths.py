@@ -187,7 +187,12 @@ SPLIT: dict[str, dict[str, str]] = {
     ),
     "deepspeed.ops.adam.multi_tensor_apply": {"MultiTensorApply": "deepspeed.published.runtime_names"},
     "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "deepspeed.runtime.base_optimizer:ZeroOptimizer"},
-    "deepspeed.runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced": "deepspeed.comm.coalesced"},
+    "deepspeed.runtime.comm.coalesced_collectives": {
+        **names_at(
+            "deepspeed.zero.gradients.coded_collectives", "all_to_all_loco_quant_reduce all_to_all_quant_reduce"
+        ),
+        "reduce_scatter_coalesced": "deepspeed.comm.coalesced",
+    },
     "deepspeed.runtime.comm.compressed": {"CompressedBackend": "deepspeed.comm.compressed"},
     "deepspeed.runtime.comm.mpi": {"MpiBackend": "deepspeed.comm.compressed:CompressedBackend"},
     "deepspeed.runtime.comm.nccl": {"NcclBackend": "deepspeed.comm.compressed:CompressedBackend"},
@@ -264,6 +269,7 @@ SPLIT: dict[str, dict[str, str]] = {
         "ZeROOrderedDict": "deepspeed.zero.parameters.module_hooks:WatchedParameters",
     },
     "deepspeed.runtime.zero.partition_parameters": {
+        "CUDAQuantizer": "deepspeed.ops.quantizer.quantizer",
         "DeepSpeedTensorOverride": "deepspeed.zero.birth.init",
         "GatheredParameters": "deepspeed.zero.public.gathered",
         "Init": "deepspeed.zero.birth.init",

@@ -65,6 +65,7 @@ GETTERS: dict[str, str] = {
     "torch_autocast_lower_precision_safe_modules": "schema.torch_autocast.lower_precision_safe_modules",
     "use_node_local_storage": "schema.checkpoint.use_node_local_storage",
     "zenflow_config": "schema.zero_optimization.zenflow",
+    "sparse_gradients_enabled": "schema.sparse_gradients",
     "mics_shard_size": "schema.zero_optimization.mics_shard_size",
     "zero_hpz_partition_size": "schema.zero_optimization.zero_hpz_partition_size",
     "zero_multi_rank_bucket_allreduce": "schema.zero_optimization.use_multi_rank_bucket_allreduce",

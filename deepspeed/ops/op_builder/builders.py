@@ -32,7 +32,7 @@ BUILDERS: dict[str, tuple[str, str]] = {
     "InferenceBuilder": ("transformer_inference", "deepspeed.ops.generate.streaming"),
     "InferenceCoreBuilder": ("inference_core_ops", "deepspeed.ops.generate.packed"),
     "InferenceCutlassBuilder": ("cutlass_ops", "deepspeed.ops.grouped"),
-    "QuantizerBuilder": ("quantizer", "ZeRO++"),
+    "QuantizerBuilder": ("quantizer", "deepspeed.ops.quantizer.quantizer"),
     "RaggedOpsBuilder": ("ragged_device_ops", "deepspeed.ops.generate.attention"),
     "RaggedUtilsBuilder": ("ragged_ops", "deepspeed.ops.generate.pages"),
     "RandomLTDBuilder": ("random_ltd", "deepspeed.ops.random_ltd"),

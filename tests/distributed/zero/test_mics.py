@@ -62,7 +62,11 @@ def test_copies_are_summed_once_per_step():
     """An all-reduce of 2Ψ/L bytes, which moves 4Ψ/L·(N−1)/N a rank, and nothing else between groups but numbers."""
     for stage in (2, 3):
         engine = engine_of(stage, accumulation=3, bf16={"enabled": True})
-        assert engine.mics_shard_size() == 2
+        assert (engine.mics_shard_size(), engine.zeropp_loco_param(), engine.sparse_gradients_enabled()) == (
+            2,
+            None,
+            False,
+        )
         step(engine, passes=3)
         seen = []
         with comm.dispatcher.events.subscribe(CollectiveFinished, seen.append):

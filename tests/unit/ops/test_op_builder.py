@@ -21,7 +21,7 @@ from deepspeed.published import git_version_info
 INCLUDED = set("async_io cpu_adagrad cpu_adam cpu_lion fused_adam fused_lamb fused_lion pin_memory transformer".split())
 INCLUDED.add("fp_quantizer")
 INCLUDED |= set("transformer_inference inference_core_ops cutlass_ops ragged_device_ops ragged_ops".split())
-INCLUDED |= {"random_ltd"}
+INCLUDED |= {"quantizer", "random_ltd"}
 COMES_ALONG = {*INCLUDED, "gds"}  # but not every machine can use it
 
 
@@ -43,12 +43,12 @@ def test_a_verbose_question_is_answered(caplog):
     deepspeed.logger.addHandler(caplog.handler)
     try:
         with caplog.at_level(logging.WARNING):
-            assert not op_builder.QuantizerBuilder().is_compatible()
+            assert not op_builder.DeepCompileBuilder().is_compatible()
             assert caplog.text == ""
-            assert not op_builder.QuantizerBuilder().is_compatible(verbose=True)
+            assert not op_builder.DeepCompileBuilder().is_compatible(verbose=True)
     finally:
         deepspeed.logger.removeHandler(caplog.handler)
-    assert "op quantizer: this version does not have it; it comes with ZeRO++" in caplog.text
+    assert "op dc: this version does not have it; it comes with DeepCompile" in caplog.text
 
 
 def test_the_tables_of_ops_agree():

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
 
 from deepspeed.errors import UsageError
 from deepspeed.ops.fp_quantizer import FP_Quantize, matmul_fp8
+from deepspeed.ops.op_builder import QuantizerBuilder
 from deepspeed.ops.quantizer import ds_quantizer
 
 
@@ -61,3 +63,41 @@ def test_bad_arguments():
         made.quantize(torch.zeros(512), q_bits=5)
     with pytest.raises(UsageError, match="stochastic_mode"):
         made.quantize(torch.zeros(512), stochastic_mode=True)
+
+
+def test_codes_of_the_builder():
+    """Codes and back, within half a step of each group; the first of two codes in the low half of a byte."""
+    op = QuantizerBuilder().load()
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) + 1
+    for bits in (4, 8):
+        for kind in (op.Symmetric, op.Asymmetric):
+            codes, params = op.quantize(x, 16, bits, kind)
+            assert codes.dtype == torch.int8
+            assert codes.shape == (8, 64 * bits // 8)
+            found = op.dequantize_fp32(codes, params, 16, bits, kind)
+            assert found.shape == x.shape
+            error = (found - x).abs().view(16, -1).amax(1)
+            assert (error <= 0.5001 * params[:, 0]).all(), (bits, kind)
+            torch.testing.assert_close(op.dequantize(codes, params, 16, bits, kind), found.half())
+    codes, params = op.quantize(torch.tensor([7.0, -7.0, 1.0, 2.0]), 1, 4, op.Symmetric)
+    assert codes.tolist() == [-0x69, 0x21]  # 7 and -7 as 0x97, 1 and 2
+    assert params.tolist() == [[1.0]]
+    rounded = op.ds_sr_quantize_asym_fp32(torch.linspace(0, 1, 64), 2, 4)
+    assert len(rounded.unique()) <= 32
+    assert torch.equal(op.ds_quantize_fp16(x.half().clone(), 4, 8), ds_quantizer(x.half().clone(), 4, 8))
+    for words, call in (
+        ("7 groups do not divide the 512", lambda: op.quantize(x, 7, 8, op.Symmetric)),
+        ("bit_num is 5; expected 4 or 8", lambda: op.quantize(x, 8, 5, op.Symmetric)),
+        ("found an odd number, 3", lambda: op.quantize(x[0, :3], 1, 4, op.Symmetric)),
+    ):
+        with pytest.raises(UsageError, match=words):
+            call()
+
+
+def test_weights_in_few_groups():
+    quantizer = CUDAQuantizer()
+    weight = torch.randn(100, 200)
+    codes, scales = quantizer.quantize(weight)
+    assert (codes.dtype, codes.shape, len(scales)) == (torch.int8, weight.shape, 4)
+    found = quantizer.dequantize(codes, scales)
+    assert (found - weight).abs().max() <= weight.abs().max() / 200
