@@ -28,6 +28,7 @@ BENCH = ROOT / ".bench"
 
 TORCH = "2.13.0"
 DEEPSPEED = "0.19.8"
+MEGATRON = "0.16.1"
 
 # The first `init_distributed` of DeepSpeed on a CPU compiles an extension for a minute; done here, it is not measured.
 _FIRST_USE = """
@@ -84,6 +85,12 @@ class DeepSpeedEnvironment:
                 f"deepspeed {DEEPSPEED}",
                 (*pip, f"torch=={TORCH}", f"deepspeed=={DEEPSPEED}"),
                 {"DS_BUILD_OPS": "0"},
+            ),
+            # its datasets are compared with ours; all else that it needs is not
+            Step(
+                f"megatron-core {MEGATRON}",
+                (*pip, "--no-deps", f"torch=={TORCH}", f"megatron-core=={MEGATRON}"),
+                required=False,
             ),
             Step(
                 "what deepspeed compiles at first use",

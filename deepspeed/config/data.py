@@ -270,6 +270,8 @@ class RandomLTDConfig(Section):
             yield f"random_ltd_layer_id is {listed}, expected {count} different layers (random_ltd_layer_num)"
         if count is not None and self.total_layer_num is not None and count > self.total_layer_num:
             yield f"random_ltd_layer_num ({count}) exceeds total_layer_num ({self.total_layer_num})"
+        if self.total_layer_num is not None and listed and max(listed) >= self.total_layer_num:
+            yield f"random_ltd_layer_id has {max(listed)}; numbers are below total_layer_num ({self.total_layer_num})"
         if schedule.min_value and schedule.max_value and schedule.min_value > schedule.max_value:
             yield f"random_ltd_schedule.min_value ({schedule.min_value}) exceeds max_value ({schedule.max_value})"
         if self.model_type == "encoder" and not self.model_mask_name:

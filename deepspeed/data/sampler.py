@@ -35,6 +35,7 @@ from deepspeed.config.data import CurriculumMetricConfig, DataEfficiencyConfig
 from deepspeed.data.curriculum import CurriculumScheduler
 from deepspeed.data.indexed_dataset import MMapIndexedDataset, write_indexed
 from deepspeed.errors import DeepSpeedConfigError, FileError, UsageError
+from deepspeed.log import logger
 
 __all__ = ["DeepSpeedDataSampler"]
 
@@ -147,6 +148,15 @@ class DeepSpeedDataSampler:
         self._samples = {name: _opened(name, "index_to_sample_path", each) for name, each in self._clustered.items()}
         by_value = {name: each for name, each in self._clustered.items() if each.difficulty_type == "value"}
         self._values = {name: _opened(name, "index_to_metric_path", each).elements() for name, each in by_value.items()}
+        for name, dataset in self._samples.items():
+            found = dataset.first_element(len(dataset))
+            if found > one_epoch_total_samples:
+                raise _wrong_metric(name, f"names {found} samples, and the dataset has {one_epoch_total_samples}")
+            if found < one_epoch_total_samples:
+                logger.warning(
+                    "metric %s has %d of the %d samples of the dataset; the others are never drawn",
+                    *(name, found, one_epoch_total_samples),
+                )
         for name, values in self._values.items():
             if len(values) != len(self._samples[name]):
                 raise _wrong_metric(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,24 @@ class PackedLinear(PackedProduct):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input)
+
+
+@torch.no_grad()
+def join(layers: Sequence[PackedLinear]) -> PackedWeight:
+    """Let packed layers of one form hold views of one weight, which has the rows of all of them."""
+    given = [layer.packed for layer in layers]
+    rows = [each.shape[0] for each in given]
+    made: list[Tensor | None] = []
+    for name in _PARTS:
+        parts = [part for layer in layers if (part := layer._buffers[name]) is not None]
+        made.append(torch.cat(parts) if parts else None)
+        for layer, view in zip(layers, made[-1].split(rows) if made[-1] is not None else (), strict=False):
+            layer._buffers[name] = view
+    data, scales, zeros = made
+    first = given[0]
+    assert data is not None, "packed layers have numbers"
+    assert scales is not None, "packed layers have scales"
+    return replace(first, data=data, scales=scales, zeros=zeros, shape=(sum(rows), first.shape[1]))
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
     loaded = weights.load(source, config, dtype, device, axis, stack)
     model = loaded.model
     if config.kernels and device.type == "cuda":
-        weights.inject(model, stack, streamed=not config.deterministic)
+        weights.inject(model, stack, streamed=not config.deterministic, joins=loaded.stream is None)
     if config.deterministic:
         weights.fix_rows(model, device, stack)
     entry = adopt(model, deterministic=config.deterministic, eight_bits=config.state_manager.kv_dtype == "fp8")

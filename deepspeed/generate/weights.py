@@ -179,12 +179,15 @@ class _Packing:
         log_dist(f"quantization: {len(self._done)} linear layers hold {mode}, {len(left)} keep their dtype")
 
 
-def inject(model: nn.Module, undo: ExitStack, *, streamed: bool, logged: bool = True) -> None:
-    """Let modules compute by fused kernels, where the device has them; a table lists them, if `logged`."""
+def inject(model: nn.Module, undo: ExitStack, *, streamed: bool, joins: bool = False, logged: bool = True) -> None:
+    """Let modules compute by fused kernels, where the device has them; a table lists them, if `logged`.
+
+    `joins`: packed weights may move in memory.
+    """
     found = list(find(model, _KINDS, serves="infer"))
     put(found, undo)
     if streamed:
-        both = chain(find_experts(model), find_streams(model))
+        both = chain(find_experts(model), find_streams(model, joins=joins))
         few = [FusionFinding("stream", name, type(each).__name__, swap) for name, each, swap in both]
         put(few, undo)
         found += few

@@ -27,7 +27,7 @@ from deepspeed.ops.onebit import ZeroOneAdam
 from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
-from deepspeed.zero.agreement import RankAgreement
+from deepspeed.zero.agreement import RankAgreement, digest
 from deepspeed.zero.birth.placement import rank_device
 from deepspeed.zero.gradients import replicated
 from deepspeed.zero.gradients.coded import CodedReduction, ErrorMemory
@@ -74,6 +74,12 @@ _BUCKET = 8 << 20
 _BUCKET_PER_RANK = 1 << 19
 _BUCKET_MOST = 32 << 20
 _BLOCK_MOST = 256 << 20
+
+# What all ranks have to have alike, since it decides what messages mean and between whom they travel.
+_SHARED_KEYS = (
+    *("stage", "zero_quantized_weights", "zero_quantized_weights_format", "zero_quantized_gradients"),
+    *("zero_hpz_partition_size", "mics_shard_size"),
+)
 
 _WEIGHT_FORMATS = {"int8": "int8", "fp8": "fp8_e4m3", "int4": "int4"}
 
@@ -215,6 +221,8 @@ class StateBuilder:
         if isinstance(optimizer, OneBitOptimizer):
             self._require_signs(optimizer)
             self.measure = replace(self.measure, local=lambda: optimizer.local)
+        if zero.shards_states:
+            _require_equal_codecs(schema, self.agreement, self.measure.axis)
         self.axes = ShardAxes(self.measure.ranks_of, zero.mics_shard_size if zero.shards_states else -1)
         self.tiers, self.remotes = self.agreement.run_together(
             lambda: (tiers_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack)),
@@ -471,6 +479,23 @@ class StateBuilder:
         if "prefetch_bucket_size" in zero.model_fields_set:
             return ahead
         return max(min(ahead, _WORTHWHILE * self.measure.axis.size), blocks_of(self.module)[1])
+
+
+def _require_equal_codecs(schema: Schema, agreement: RankAgreement, axis: AxisGroup) -> None:
+    """An error on all ranks that names those whose messages the others would misread."""
+    zero = schema.zero_optimization
+    values = {key: getattr(zero, key) for key in _SHARED_KEYS}
+    said = agreement.exchange([digest(value) for value in values.values()], "codecs of all ranks")
+    wrong = [key for key, column in zip(values, said.unbind(1), strict=True) if bool((column != column[0]).any())]
+    if wrong:
+        others = [axis.ranks[place] for place, row in enumerate(said) if bool((row != said[0]).any())]
+        mine = ", ".join(f"{key} {values[key]!r}" for key in wrong)
+        raise DeepSpeedConfigError(
+            f"zero_optimization.{wrong[0]}: rank {', '.join(map(str, others[:8]))} has another config than rank "
+            f"{axis.ranks[0]}, and ranks would misread each other's messages; this rank has {mine}. Give all ranks the "
+            "same config",
+            path=f"zero_optimization.{wrong[0]}",
+        )
 
 
 def _refuse_torch_muon(optimizer: Optimizer | None) -> None:

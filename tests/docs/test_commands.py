@@ -25,6 +25,8 @@ from deepspeed.launcher import report, runner
 from deepspeed.launcher.ports import free_port
 from deepspeed.moe.show import main as show_routers
 from deepspeed.pipe.schedule.__main__ import main as draw_schedule
+from deepspeed.profiling.trace import main as join_traces
+from deepspeed.run_page.__main__ import main as run_page
 from tests import harness
 from tests.clients.server import SERVER as CLIENT_SERVER
 from tests.clients.server import environment
@@ -32,6 +34,7 @@ from tests.distributed.launcher.launched import Launched, as_program
 from tests.docs.pages import all_commands, runs
 from tests.docs.scene import checkpoint_folder, prepare_folder
 from tests.harness import ROOT, ranks
+from tests.run_files import write_run
 from tests.warm_python import Warm
 
 COMMANDS = all_commands()
@@ -99,6 +102,7 @@ def test_every_command_is_tried_by_one_of_these():
         *of("deepspeed.moe.show", "deepspeed.data"),
         *BENCHMARKS,
     }
+    tried |= {*of("deepspeed.run_page", "deepspeed.profiling.trace")}
     tried |= {*of("deepspeed.checkpoint", "deepspeed.checkpoint.ds_to_universal", "out/zero_to_fp32.py")}
     assert [str(command) for command in TOOLS if command not in tried] == []
     assert [str(command) for command in EXAMPLES if example_of(command) not in {**SHORT, **ELSEWHERE}] == []
@@ -352,3 +356,18 @@ def test_example(command, tmp_path):
         assert job.wait(300) == 0, job.output() + job.errors()
     if "--output" in short:
         assert {path.name for path in (tmp_path / "output").iterdir()} & {"pytorch_model.bin", "model.safetensors"}
+
+
+@pytest.mark.parametrize("command", of("deepspeed.run_page", "deepspeed.profiling.trace"), ids=str)
+def test_the_run_page_and_joined_traces(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("deepspeed.run_page.server.RunPageServer.serve_forever", lambda server: None)
+    write_run(tmp_path / "run", "events", 5)
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "trace.rank00000.json").write_text('{"baseTimeNanoseconds": 0, "traceEvents": []}')
+    program = join_traces if runs(command) == "deepspeed.profiling.trace" else run_page
+    arguments = [*command.words[command.words.index(runs(command)) + 1 :]]
+    if program is run_page and "--static" not in arguments:
+        arguments += ["--port", "0"]
+    assert program(arguments) == 0
+    assert capsys.readouterr().out or (tmp_path / "page.html").stat().st_size > 10_000

@@ -10,7 +10,7 @@ until the next optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -222,7 +222,8 @@ class FetchCoordinator:
 
     def gradient_arrived(self, shard: Shard) -> None:
         """Every use of a trained parameter in this backward is over: its gradient is there."""
-        for use in sorted(self._holders.get(shard, ()), key=lambda use: use.number):
+        holders: Collection[ModuleUse] = self._holders.get(shard, ())
+        for use in sorted(holders, key=lambda use: use.number) if len(holders) > 1 else tuple(holders):
             self._drop(use, (shard,))
             self._drop_frozen(use)
 

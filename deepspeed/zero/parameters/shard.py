@@ -109,6 +109,7 @@ class Shard:
             self.flat = torch.zeros(self.chunk * self.axis.size, dtype=self.dtype, device=device)
             self.flat[: self.numel].copy_(values.reshape(-1))
             self.stored = self._kept(self.rows[self.axis.rank])
+        self._memory = self.flat.untyped_storage()
         self.full = self.flat[: self.numel].view(self.shape)
         show(self.param, self.full)
 
@@ -169,9 +170,10 @@ class Shard:
         size = self.chunk * self.axis.size
         device = self.stored.device if self.remote is None else self.remote.device
         self.flat = self.stored if self.alone else torch.empty(size, dtype=dtype, device=device)
+        self._memory, self.nothing = self.flat.untyped_storage(), None
         self.full, self._rows = self.flat[: self.numel].view(self.shape), None
         if not self.alone:
-            self.flat.untyped_storage().resize_(0)
+            self._memory.resize_(0)
         show(self.param, torch.empty(0, dtype=dtype, device=device))
 
     @property
@@ -227,8 +229,8 @@ class Shard:
         if self.alone or self.whole:
             return
         size = self.flat.numel() * self.flat.element_size()
-        if self.flat.untyped_storage().size() != size:
-            self.flat.untyped_storage().resize_(size)
+        if self._memory.size() != size:
+            self._memory.resize_(size)
 
     def arrive(self) -> None:
         """Wait for what was started to make it whole."""
@@ -249,11 +251,11 @@ class Shard:
         if self.pending is not None:
             self.arrive()
             self.pending = self.staged = None
-        if self.nothing is None or self.nothing.dtype != self.dtype or self.nothing.device != self.device:
+        if self.nothing is None:
             self.nothing = torch.empty(0, dtype=self.dtype, device=self.device)
         show(self.param, self.nothing)
         if not self.alone:
-            self.flat.untyped_storage().resize_(0)
+            self._memory.resize_(0)
         self.whole = False
 
     def reclaim(self) -> bool:

@@ -216,8 +216,10 @@ def test_the_learning_rate_follows_layer_tokens():
 
 @ranks(1)
 def test_what_does_not_fit_is_named():
-    with pytest.raises(DeepSpeedConfigError, match=r"names \[1, 7\], and 1 layers of LlamaForCausalLM"):
+    with pytest.raises(DeepSpeedConfigError, match=r"layer_id has 7; numbers are below total_layer_num \(4\)"):
         build(ltd={"random_ltd_layer_id": [1, 7]})
+    with pytest.raises(DeepSpeedConfigError, match=r"names \[1, 7\], and 1 layers of LlamaForCausalLM"):
+        build(ltd={"random_ltd_layer_id": [1, 7], "total_layer_num": 8})
     with pytest.raises(UsageError, match="has no layer of Conv2d"):
         convert_to_random_ltd(llama(), nn.Conv2d)
     encoder = RandomLayerTokenDrop(nn.Linear(4, 4))

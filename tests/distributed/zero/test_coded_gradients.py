@@ -233,6 +233,20 @@ def test_bad_configs(zero, said):
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
 
 
+@ranks(2)
+def test_a_rank_with_another_codec_is_named():
+    mine = {"zero_quantized_gradients": True} if dist.get_rank() == 1 else {}
+    with pytest.raises(deepspeed.errors.DeepSpeedConfigError, match=r"zero_quantized_gradients: rank 1 has another"):
+        deepspeed.initialize(
+            model=torch.nn.Linear(8, 8),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+                "zero_optimization": {"stage": 2, **mine},
+            },
+        )
+
+
 @ranks(4)
 def test_experts_and_tensor_parallel_layers(monkeypatch):
     """Experts lie on fewer ranks than the rest; with tensor parallelism the ranks of an axis are no neighbours."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
+from deepspeed.runtime.fp16.onebit.lamb import OnebitLamb
 from torch import nn
 
 import deepspeed
@@ -422,6 +423,27 @@ def test_parameters_that_are_used_late_have_the_mean_of_their_gradients():
         moved = whole_values(engine)["late"] - plain.detach()
         assert 0 < float(moved.abs().max()) < 0.1  # by signs
         engine.destroy()
+
+
+@ranks(2)
+def test_groups_have_numbers_of_their_own():
+    """Two groups with the numbers of one are that one; each with its own learning rate moves by that."""
+    for stage in (0, 2):
+        found = []
+        for rates in ((1e-2,), (1e-2, 1e-2), (1e-2, 0.0)):
+            model = Model()
+            members = [list(model.parameters())] if len(rates) == 1 else [[model.weight, model.bias], [model.scale]]
+            groups = [{"params": params, "lr": rate} for params, rate in zip(members, rates, strict=True)]
+            optimizer = OnebitLamb(groups, betas=(0.9, 0.99), eps=1e-3, freeze_step=3)
+            config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+            engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+            train(engine, 1, 8)
+            found.append(values_of(engine))
+            engine.destroy()
+        if stage == 0:  # blocks of owners are those of groups
+            assert_close(found[1], found[0])
+        assert torch.equal(found[2]["scale"], Model().scale.detach())
+        assert float((found[2]["weight"] - Model().weight).abs().max()) > 1e-3
 
 
 @ranks(2)

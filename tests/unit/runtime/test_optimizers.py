@@ -309,6 +309,6 @@ def test_tested_with_zero():
     assert not is_tested_with_zero(Mine([param]))
     assert not is_tested_with_zero(build("Lamb"))
     assert not is_tested_with_zero(torch.optim.SGD([param]))
-    assert len(TESTED_WITH_ZERO) == 9
+    assert len(TESTED_WITH_ZERO) == 12
     apex = type("FusedAdam", (torch.optim.SGD,), {"__module__": "apex.optimizers.fused_adam"})
     assert is_tested_with_zero(apex([param]))

@@ -37,3 +37,29 @@ def test_every_stage_trains(stage, world, store):
         engine.backward(engine(torch.randn(2, 16)).square().mean())
         engine.step()
     assert engine.global_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "zero"),
+    [
+        ("AdamW", {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8}),
+        ("AdamW", {"stage": 2, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 4}}),
+        ("AdamW", {"stage": 3, "mics_shard_size": 8}),
+        ("OneBitAdam", {"stage": 2}),
+    ],
+)
+@ranks(1, init=False)
+def test_codecs_plan_and_train(kind, zero, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    dist.init_process_group("fake", rank=0, world_size=128, store=FakeStore())
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(2)])
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": kind, "params": {"lr": 1e-3, **({"freeze_step": 1} if kind == "OneBitAdam" else {})}},
+        "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    for _ in range(3):
+        engine.backward(engine(torch.randn(2, 64)).square().mean())
+        engine.step()
+    assert engine.global_steps == 3

@@ -1,0 +1,55 @@
+"""Packed layers of one input hold views of one weight: the same logits, names, and weights that can be replaced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepspeed.fusion import streamed
+from deepspeed.fusion.packed_linear import WeightPacking, pack_linears
+from deepspeed.fusion.streamed import find_streams
+from deepspeed.generate import weights
+from tests.unit.generate.families import tiny
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("mode", "symmetric"), [("w8a16", False), ("w4a16", True), ("wf6af16", True), ("fp8", True)])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_joined_products(monkeypatch, kind, mode, symmetric):
+    widths = []
+
+    def counted(x, packed, bias=None):
+        widths.append(packed.shape[0])
+        return weighed(x, packed, bias)
+
+    weighed = streamed.packed_linear
+    monkeypatch.setattr(streamed, "packed_linear", counted)
+    model, other = tiny(kind), tiny(kind, seed=1)
+    for each in (model, other):
+        pack_linears(each, WeightPacking(mode, symmetric=symmetric, exclude=("lm_head",)))
+    few, many = torch.arange(5)[None], torch.arange(100)[None]
+    before, names = [model(ids).logits for ids in (few, many)], list(model.state_dict())
+    found = [(name, swap) for name, _, swap in find_streams(model, joins=True) if "joined" in swap.kernel]
+    assert [name.rpartition(".")[2] for name, _ in found] == ["self_attn", "mlp"] * 2
+    undone = [swap.put() for _, swap in found]
+    for ids, expected in zip((few, many), before, strict=True):
+        torch.testing.assert_close(model(ids).logits, expected)
+    assert widths == [64, 128] * 2, "q, k and v in one product, gate and up in another; many rows one by one"
+    assert list(model.state_dict()) == names
+    weights.update(model, tiny(kind, seed=1).state_dict(), None)
+    torch.testing.assert_close(model(few).logits, other(few).logits)
+    assert len(widths) == 8
+    layer = model.model.layers[0].self_attn.q_proj
+    layer._buffers["packed_data"] = layer._buffers["packed_data"].clone()  # as what moves weights does
+    torch.testing.assert_close(model(few).logits, other(few).logits)
+    assert len(widths) == 11, "layers that were moved multiply by their own weights"
+    for undo in undone:
+        undo()
+    torch.testing.assert_close(model(few).logits, other(few).logits)
+    assert len(widths) == 11
+
+
+def test_unlike_weights_are_left_alone():
+    model = tiny("llama", num_hidden_layers=1)
+    pack_linears(model, WeightPacking("w8a16"), own={"q_proj": WeightPacking("w4a16"), "up_proj": WeightPacking("fp8")})
+    assert not [swap for _, _, swap in find_streams(model, joins=True) if "joined" in swap.kernel]
