@@ -302,7 +302,11 @@ class Schema(ConfigModel):
         NoEffect("trace.steps is empty", lambda c: not c.trace.steps, switch="trace.steps"),
     )
     timers: TimersConfig = key(TimersConfig, "Timers that run during training.")
-    verify: VerifyConfig = key(VerifyConfig, "Checks of running training for corrupted values.")
+    verify: VerifyConfig = key(
+        VerifyConfig,
+        "Checks of running training for corrupted values.",
+        NoEffect("verify.every is not given", lambda c: c.verify.every is None, switch="verify.every"),
+    )
 
     # Programs around training
     autotuning: Unbuilt = key(Unbuilt, "Search for the fastest config.", NotBuilt("the autotuner"))

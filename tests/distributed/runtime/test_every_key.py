@@ -85,7 +85,7 @@ def sample(leaf):
     """A value that is valid for the key by itself, and not its default."""
     info = leaf.chain[-1].info
     default = info.get_default(call_default_factory=True)
-    choices = [7, 0.5, 0.1, "x", "info", Path("x"), ["x"], [7], {"x": 7}, (7,), [], True, False]
+    choices = [7, 1 << 20, 0.5, 0.1, "x", "info", Path("x"), ["x"], [7], [7, 7], {"x": 7}, (7,), [], True, False]
     for member in members_of(info.annotation):
         if get_origin(member) is Literal:
             choices += get_args(member)
@@ -337,7 +337,7 @@ def readers(seen, folder):
     run({"zero_optimization": flow}, folder)
     budgets = {"device": 100, "host": "1GB", "disk": "1GB", "path": str(folder / "swap")}
     run({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "memory": budgets}, folder)
-    run({"hangs": {"patience": 2.5}}, folder)
+    run({"hangs": {"patience": 2.5}, "verify": {"every": 1, "replay": str(folder / "steps")}}, folder)
     for stage in (0, 3):
         early = {"enabled": True, "clip_by_last_norm": True}
         run({"optimizer_in_backward": early, "zero_optimization": {"stage": stage}}, folder)
