@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from deepspeed import comm
 from deepspeed._assemble.observers import watch, watch_hangs
 from deepspeed.checkpoint.pretrained import fill, take_place
+from deepspeed.compression.build import compression_of_engine, require_trained
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.features import unused_by_model
 from deepspeed.data.loader import CurriculumDataLoader
-from deepspeed.data.pacing import pacing_of
+from deepspeed.data.pacing import Pacing, pacing_of
 from deepspeed.data.sampler import DeepSpeedDataSampler
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
@@ -100,6 +101,7 @@ class _Assembly:
             set_log_level_from_string(self.schema.log_level)
         watch_hangs(self.schema)  # first: groups that are made from now on wait as long as it says
         self.layout = self._layout()
+        self.compression = compression_of_engine(self.schema, self.module, self.request.mpu, whole=self.kind.whole)
         self.split = self._split()
         self.local_rank, self.device = rank_device()
         self.precision = Precision.from_config(self.schema, sequence_size=self.layout.sequence.size)
@@ -113,6 +115,8 @@ class _Assembly:
         self._spread_experts()
         replicate(self.module, self.lies_on, remote=self.remote)
         self.optimizer = self._optimizer()
+        if self.compression is not None:
+            require_trained(self.module, self.optimizer)
         self._hold_states()
         parts = self._parts()
         self.kind.warn_if_frozen(self.optimizer)
@@ -337,6 +341,9 @@ class _Assembly:
             samples=1 if batch is None else batch.train,
             stack=self.stack,
         )
+        if self.compression is not None:
+            parts.pacing = parts.pacing or Pacing()
+            parts.pacing.compression = self.compression
         routing = self.schema.data_efficiency.random_ltd
         if routing is not None and routing.layer_token_lr_schedule.enabled and parts.pacing is not None:
             parts.lr_scheduler = schedule_by_tokens(

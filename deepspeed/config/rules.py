@@ -258,6 +258,15 @@ def _codecs(config: Schema) -> Iterator[str]:
         )
 
 
+def _compression(config: Schema) -> Iterator[str]:
+    weights = config.compression_training.weight_quantization.shared_parameters
+    if config.quantize_training.enabled and weights.enabled:
+        yield (
+            "quantize_training.enabled, compression_training.weight_quantization.shared_parameters.enabled: both are "
+            "true, and both say how weights are rounded; keep one"
+        )
+
+
 def _verify(config: Schema) -> Iterator[str]:
     verify = config.verify
     if verify.action == "save" and verify.replay is None:
@@ -265,6 +274,7 @@ def _verify(config: Schema) -> Iterator[str]:
 
 
 _RULES = (
+    _compression,
     _codecs,
     _precision,
     _gradients,

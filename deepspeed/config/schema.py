@@ -12,6 +12,7 @@ from deepspeed.log import get_log_level_from_string, log_levels
 
 from .checkpoint import CheckpointConfig
 from .compile import CompileConfig, Fp8Config, FusedKernelsConfig, HybridEngineConfig
+from .compression import CompressionConfig, QuantizeTrainingConfig
 from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from .elasticity import ElasticityConfig
 from .memory import ActivationCheckpointingConfig, AioConfig, MemoryConfig
@@ -31,7 +32,6 @@ from .model import (
     no_effect,
     not_boolean,
     raise_together,
-    switches,
 )
 from .monitor import (
     CometConfig,
@@ -252,15 +252,10 @@ class Schema(ConfigModel):
     progressive_layer_drop: ProgressiveLayerDropConfig = key(ProgressiveLayerDropConfig, "Layers skipped at random.")
 
     # Compression, inference, model
-    compression_training: Unbuilt = key(
-        Unbuilt,
-        "Quantisation and pruning while training.",
-        NotBuilt("compression"),
-        NoEffect(
-            "no technique in it has its switch, enabled", lambda c: not list(switches(c.compression_training.given))
-        ),
+    compression_training: CompressionConfig = key(CompressionConfig, "Quantisation and pruning while training.")
+    quantize_training: QuantizeTrainingConfig = key(
+        QuantizeTrainingConfig, "MoQ: every weight loses bits as training goes on."
     )
-    quantize_training: Unbuilt = key(Unbuilt, "The first form of quantised training.", NotBuilt("MoQ"))
     eigenvalue: Unbuilt = key(Unbuilt, "Curvature per layer, for the pace of quantisation.", NotBuilt("eigenvalue"))
     weight_quantization: Unbuilt = key(
         Unbuilt,
@@ -307,7 +302,11 @@ class Schema(ConfigModel):
         NoEffect("trace.steps is empty", lambda c: not c.trace.steps, switch="trace.steps"),
     )
     timers: TimersConfig = key(TimersConfig, "Timers that run during training.")
-    verify: VerifyConfig = key(VerifyConfig, "Checks of running training for corrupted values.")
+    verify: VerifyConfig = key(
+        VerifyConfig,
+        "Checks of running training for corrupted values.",
+        NoEffect("verify.every is not given", lambda c: c.verify.every is None, switch="verify.every"),
+    )
 
     # Programs around training
     autotuning: Unbuilt = key(Unbuilt, "Search for the fastest config.", NotBuilt("the autotuner"))

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from deepspeed.data.layer_drop import BlockDrop, ProgressiveLayerDrop
 from deepspeed.data.random_ltd import RandomLTDScheduler, join_layers
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 
-__all__ = ["NumberedBlocks", "Pacing", "pacing_of", "set_custom_schedules"]
+__all__ = ["NumberedBlocks", "Pacing", "StepState", "pacing_of", "set_custom_schedules"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,13 @@ class NumberedBlocks:
 
     here: Sequence[tuple[int, nn.Module]]
     total: int
+
+
+class StepState(Protocol):
+    """What is another in each step, and follows from the number of steps."""
+
+    def enter(self, step: int) -> None:
+        """A pass of `step` optimizer steps before begins."""
 
 
 @dataclass
@@ -39,6 +46,8 @@ class Pacing:
     layer_drop: ProgressiveLayerDrop | None = None
     block_drop: BlockDrop | None = None
     tokens: RandomLTDScheduler | None = None
+    compression: StepState | None = None
+    """How the weights of layers are compressed."""
     rank: int = 0
     """This rank among those that have other samples."""
     _length: int | None = field(default=None, init=False)
@@ -52,6 +61,8 @@ class Pacing:
         if self.tokens is not None:
             self.tokens.update_seq(step)
             self.tokens.draw = (micro_step, self.rank)
+        if self.compression is not None:
+            self.compression.enter(step)
         before = self._length
         if self.curriculum is not None:
             self._length = self.curriculum.update_difficulty(step + 1)

@@ -15,6 +15,7 @@ from deepspeed import comm
 from deepspeed.errors import VerificationError
 from deepspeed.events import EventStream, Phase, PhaseBegan, RunContinued, StepFinished, Subscription
 from deepspeed.log import log_dist, logger
+from deepspeed.pipe.layers import is_fake_world
 from deepspeed.verify.copies import Configs, RandomStates, StatesAtRest, compare_replicas, exchanged
 from deepspeed.verify.findings import Finding
 from deepspeed.verify.formulas import formula_of
@@ -33,7 +34,8 @@ class StepVerifier:
     """Follows one engine."""
 
     def __init__(self, parts: Parts, config: VerifyConfig, every: int) -> None:
-        self._parts, self._config, self._every = parts, config, every
+        self._parts, self._every = parts, every
+        self._action, self._folder = config.action, config.replay
         self._turn = 0
         self._configs, self._random = Configs(parts.config.loaded.raw), RandomStates()
         self._rest: StatesAtRest | None = None
@@ -42,11 +44,13 @@ class StepVerifier:
         self._plain_norm: float | None = None
         self._coming: Subscription | None = None
         self._subscriptions: list[Subscription] = []
-        self._samples = config.parameters if self._can_sample() else 0
+        self._samples = config.parameters if config.parameters and self._can_sample() else 0
 
     def attach(self, events: EventStream) -> StepVerifier:
-        """Begin to follow."""
+        """Begin to follow; pretended ranks have nothing to compare."""
         self._events = events
+        if is_fake_world():
+            return self
         self._subscriptions = [
             events.subscribe(StepFinished, self._step_finished),
             events.subscribe(RunContinued, self._run_continued),
@@ -76,7 +80,7 @@ class StepVerifier:
             reason = "zero_optimization.zenflow updates a part of each parameter"
         elif not any(formula_of(optimizer, group) for group in optimizer.param_groups):
             reason = f"there is no plain formula of {type(optimizer).__name__}; gradients are compared"
-        if reason is not None and self._config.parameters:
+        if reason is not None:
             log_dist(f"verify.parameters: updates are not computed again: {reason}", level=logging.WARNING)
         return reason is None or reason.endswith("compared")
 
@@ -109,7 +113,7 @@ class StepVerifier:
             parts.reducer.finish()
         self._found += compare_replicas(parts)
         if self._updates is not None:
-            self._updates.before(keep=self._config.replay is not None)
+            self._updates.before(keep=self._folder is not None)
             self._plain_norm = self._second_norm()
 
     def _second_norm(self) -> float | None:
@@ -141,7 +145,7 @@ class StepVerifier:
             self._act(facts, everything)
 
     def _act(self, facts: StepFacts, found: list[Finding]) -> None:
-        action, folder = self._config.action, self._config.replay
+        action, folder = self._action, self._folder
         lines = [str(finding) for finding in found[:_MOST_SHOWN]]
         if len(found) > _MOST_SHOWN:
             lines.append(f"and {len(found) - _MOST_SHOWN} more")

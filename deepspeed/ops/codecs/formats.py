@@ -117,11 +117,15 @@ def unpack(data: Tensor, bits: int) -> Tensor:
 
 
 _PACK: dict[int, Callable[..., tuple[Tensor, ...]]] = {
+    1: lambda *bits: (sum(bit << place for place, bit in enumerate(bits)),),
+    2: lambda a, b, c, d: (a | b << 2 | c << 4 | d << 6,),
     4: lambda a, b: (a | b << 4,),
     6: lambda a, b, c, d: (a | (d & 3) << 6, b | (d >> 2 & 3) << 6, c | (d >> 4) << 6),
     12: lambda a, b: (a, b, a >> 8 | b >> 8 << 4),
 }
 _UNPACK: dict[int, Callable[..., tuple[Tensor, ...]]] = {
+    1: lambda p: tuple(p >> place & 1 for place in range(8)),
+    2: lambda p: (p & 3, p >> 2 & 3, p >> 4 & 3, p >> 6),
     4: lambda p: (p & 15, p >> 4),
     6: lambda p, q, r: (p & 63, q & 63, r & 63, p >> 6 | q >> 6 << 2 | r >> 6 << 4),
     12: lambda p, q, r: (p | (r & 15) << 8, q | (r >> 4) << 8),

@@ -10,9 +10,14 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from torch import nn
+from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
 import deepspeed
+from deepspeed.data.dynamic_batching import (
+    batch_by_seqlens,
+    get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed,
+)
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.pipe import PipelineModule
 from tests.harness import ranks, store_path
@@ -148,6 +153,49 @@ def test_tensor_parallelism_and_pipelines_see_the_same_blocks_and_lengths():
         at += param.numel()
         if name in state:
             torch.testing.assert_close(state[name], part)
+
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        found = tokens(number, 1)[0, : 3 + number * 7 % 13]
+        return {"input_ids": found, "labels": found}
+
+
+def padded(sample: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    return {name: nn.functional.pad(each, (0, length - len(each))) for name, each in sample.items()}
+
+
+@ranks(2)
+def test_a_pipeline_trains_on_packs_as_one_process_does():
+    lengths = [len(each["input_ids"]) for each in Texts()]
+    section = {"dynamic_batching": {"enabled": True, "max_tokens": 40}, "num_workers": 0}
+    settings = config(data_efficiency={"data_sampling": section}, gradient_accumulation_steps=2)
+    settings["train_micro_batch_size_per_gpu"] = 1
+    engine, *_ = deepspeed.initialize(model=PipelineModule(llama(), num_stages=2), config=settings)
+    loader, schedule, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
+        Texts(), engine, lengths, sample_padding_fn=padded, dataloader_collate_fn=default_collate
+    )
+    engine.set_dataloader(loader)
+    engine.lr_scheduler = schedule
+    packs, sizes, longest = batch_by_seqlens(
+        lengths, 40, effective_batch_size=2, required_microbatches_of_same_size=True
+    )
+    model, data = llama(), Texts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 0.5 * sizes[step] / 2
+        losses = []
+        for _, samples in packs[2 * step : 2 * step + 2]:
+            batch = default_collate([padded(data[each], longest[step]) for each in samples])
+            losses.append(model(**batch).loss)
+        loss = sum(losses) / 2
+        loss.backward()
+        torch.testing.assert_close(engine.train_batch().cpu().view(()), loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @ranks(1)

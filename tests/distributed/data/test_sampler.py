@@ -185,3 +185,7 @@ def test_an_engine_trains_on_it_and_resumes_bit_equal():
     assert train(again, 3) == rest
     assert torch.equal(one.module.weight, again.module.weight)
     assert [shape[1] for shape, _ in rest] == [8, 8, 8, 8, 12, 12]
+    told = []
+    one.set_data_post_process_func(lambda batch, state: (told.append(state["current_difficulties"]), batch[:, :1])[1])
+    assert next(one.training_dataloader).shape[1] == 1
+    assert told == [{"seqlen": 12}]

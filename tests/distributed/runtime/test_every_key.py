@@ -27,6 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import deepspeed
+from deepspeed.compression.compress import init_compression
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.features import IDLE, keys_without_effect, unbuilt, unused_by_model
 from deepspeed.config.model import ConfigModel, NoEffect
@@ -84,7 +85,7 @@ def sample(leaf):
     """A value that is valid for the key by itself, and not its default."""
     info = leaf.chain[-1].info
     default = info.get_default(call_default_factory=True)
-    choices = [7, 0.5, 0.1, "x", "info", Path("x"), ["x"], [7], {"x": 7}, (7,), [], True, False]
+    choices = [7, 1 << 20, 0.5, 0.1, "x", "info", Path("x"), ["x"], [7], [7, 7], {"x": 7}, (7,), [], True, False]
     for member in members_of(info.annotation):
         if get_origin(member) is Literal:
             choices += get_args(member)
@@ -290,9 +291,37 @@ def paced_readers(folder):
         engine.destroy()
 
 
+def compressed_readers(folder):
+    """Build engines that compress, and a student."""
+
+    def on(modules, params, **shared):
+        groups = {"x": {"params": params, "modules": modules, "related_modules": [[]]}}
+        return {"shared_parameters": {"enabled": True, "schedule_offset": 0, **shared}, "different_groups": groups}
+
+    half = {"dense_ratio": 0.5}
+    techniques = {
+        "weight_quantization": on(["up"], {"start_bits": 8, "target_bits": 7}, fp16_mixed_quantize={"enabled": True}),
+        "activation_quantization": on(["up"], {"bits": 8}),
+        **{name: on(["up"], half) for name in ("sparse_pruning", "row_pruning")},
+        "head_pruning": on(["up"], half, num_heads=2),
+        "channel_pruning": on(["c"], half),
+        "layer_reduction": {"enabled": True, "module_name_prefix": "row", "teacher_layer": [0], "keep_number_layer": 1},
+    }
+    config = {"train_micro_batch_size_per_gpu": 2, "compression_training": techniques}
+
+    def model():
+        row = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+        return torch.nn.ModuleDict({"up": torch.nn.Linear(4, 4), "row": row, "c": torch.nn.Conv2d(2, 2, 1)})
+
+    init_compression(model(), config, model())
+    moq = {"enabled": True, "fp16_mixed_quantize": {"enabled": True}, "quantize_bits": {"target_bits": 15}}
+    run({"quantize_training": moq | {"quantize_schedule": {"quantize_period": 1}}}, folder)
+
+
 def readers(seen, folder):
     """Build, train, save and load engines of every other kind; returns the keys that were read."""
     paced_readers(folder)
+    compressed_readers(folder)
     config = {"train_micro_batch_size_per_gpu": 2, "hybrid_engine": {"enabled": True, "max_out_tokens": 32}}
     engine = deepspeed.initialize(model=tiny.llama(), config={**config, "optimizer": {"type": "AdamW"}})[0]
     engine.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
@@ -308,7 +337,7 @@ def readers(seen, folder):
     run({"zero_optimization": flow}, folder)
     budgets = {"device": 100, "host": "1GB", "disk": "1GB", "path": str(folder / "swap")}
     run({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "memory": budgets}, folder)
-    run({"hangs": {"patience": 2.5}}, folder)
+    run({"hangs": {"patience": 2.5}, "verify": {"every": 1, "replay": str(folder / "steps")}}, folder)
     for stage in (0, 3):
         early = {"enabled": True, "clip_by_last_norm": True}
         run({"optimizer_in_backward": early, "zero_optimization": {"stage": stage}}, folder)

@@ -149,17 +149,10 @@ def test_only_the_first_rank_logs(name, warnings, monkeypatch):
         assert len(warnings) == 3
 
 
-def _of_compression(**shared):
-    """A section as published, with values that no schema knows."""
-    groups = {"wq1": {"params": {"start_bits": "twelve", "target_bits": None}, "modules": ["*"], "related_modules": 3}}
-    return {"weight_quantization": {"shared_parameters": shared, "different_groups": groups}}
-
-
 @pytest.mark.parametrize(
     ("config", "path"),
     [
-        ({"compression_training": _of_compression(enabled="on", schedule_offset=-1e9)}, "compression_training"),
-        ({"compression_training": {"layer_reduction": {"enabled": [1]}, "enabled": {}}}, "compression_training"),
+        ({"autotuning": {"tuner": {"enabled": [1]}, "enabled": {}}}, "autotuning"),
         ({"compile": {"deepcompile": True, "passes": "z2", "region": 7}}, "compile.deepcompile"),
     ],
 )
@@ -199,10 +192,6 @@ def test_a_section_that_is_switched_off_is_off_on_purpose():
 @pytest.mark.parametrize(
     ("config", "path"),
     [
-        (
-            {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
-            "compression_training",
-        ),
         ({"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 8}}}}, "weight_quantization"),
         ({"amp": {"enabled": True, "opt_level": "O1"}, "fp16": {"enabled": True}}, "amp"),
         ({"autotuning": {"enabled": "true", "fast": False}}, "autotuning"),
@@ -227,7 +216,10 @@ def test_a_missing_feature_is_told_before_everything_else(config, path):
             ["hybrid_engine.max_out_tokens: no effect: hybrid_engine.enabled is not"],
         ),
         ({"hybrid_engine": {"max_out_tokens": 9, "enabled": False}}, []),
-        ({"compression_training": {"row_pruning": {}}}, ["compression_training.row_pruning: no effect: no technique"]),
+        (
+            {"compression_training": {"row_pruning": {"shared_parameters": {"schedule_offset": 3}}}},
+            ["compression_training.row_pruning.shared_parameters.schedule_offset: no effect: compression_training.row"],
+        ),
         ({"compression_training": {"row_pruning": {"shared_parameters": {"enabled": False}}}}, []),
         ({"data_efficiency": {"data_sampling": {"enabled": False}}}, []),
         ({"data_efficiency": {"enabled": True}}, ["data_efficiency.enabled: no effect: none of its techniques"]),

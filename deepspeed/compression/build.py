@@ -1,0 +1,99 @@
+"""What an engine compresses: the layers that its config names, joined to a schedule."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from deepspeed.compression.basic_layer import compression_of
+from deepspeed.compression.compress import compress
+from deepspeed.compression.plan import techniques_of
+from deepspeed.compression.scheduler import compression_scheduler
+from deepspeed.config.compression import (
+    CompressionConfig,
+    MixedQuantizeConfig,
+    WeightQuantizationGroup,
+    WeightQuantizationParams,
+    WeightQuantizationShared,
+    WeightQuantizationTechnique,
+)
+from deepspeed.config.schema import Schema
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.parallel.regions import cut_of
+
+__all__ = ["compression_of_engine", "require_trained"]
+
+
+def compression_of_engine(
+    schema: Schema, module: nn.Module, mpu: object, *, whole: bool
+) -> compression_scheduler | None:
+    """The schedule of a model's compression; None where nothing is compressed.
+
+    What `init_compression` has not done is done now. In a model that is not `whole`, patterns may find nothing.
+    """
+    section = _section(schema)
+    on = techniques_of(section)
+    if not on:
+        return None
+    states = [state for state in map(compression_of, module.modules()) if state is not None]
+    if not states and section.layer_reduction.enabled:
+        raise DeepSpeedConfigError(
+            "compression_training.layer_reduction.enabled is true, and the model was not compressed before; call "
+            "deepspeed.compression.compress.init_compression(model, config, teacher_model) first",
+            path="compression_training.layer_reduction.enabled",
+        )
+    done = {name for state in states for name in state.techniques}
+    left = {name: type(each)() for name, each in on.items() if name in done}
+    compress(module, section.model_copy(update=left), mpu, partly=not whole)
+    return compression_scheduler(module, section)
+
+
+def _section(schema: Schema) -> CompressionConfig:
+    """What is compressed; MoQ is the quantisation of all weights."""
+    section, every = schema.compression_training, schema.quantize_training
+    if not every.enabled:
+        return section
+    mixed = every.fp16_mixed_quantize
+    shared = WeightQuantizationShared(
+        enabled=True,
+        schedule_offset=every.quantize_schedule.schedule_offset,
+        quantize_groups=every.quantize_groups,
+        quantize_verbose=every.quantize_verbose,
+        quantization_type=every.quantize_algo.q_type,
+        rounding=every.quantize_algo.rounding,
+        fp16_mixed_quantize=MixedQuantizeConfig(
+            enabled=mixed.enabled, quantize_change_ratio=mixed.quantize_change_ratio
+        ),
+    )
+    params = WeightQuantizationParams(
+        start_bits=every.quantize_bits.start_bits,
+        target_bits=every.quantize_bits.target_bits,
+        quantization_period=every.quantize_schedule.quantize_period,
+    )
+    groups = {"quantize_training": WeightQuantizationGroup(params=params)}
+    weights = WeightQuantizationTechnique(shared_parameters=shared, different_groups=groups)
+    return section.model_copy(update={"weight_quantization": weights})
+
+
+def require_trained(module: nn.Module, optimizer: Optimizer | None) -> None:
+    """Refuse scores that no optimizer trains, or that tensor-parallel ranks would train apart."""
+    trained = {
+        id(param) for group in ([] if optimizer is None else optimizer.param_groups) for param in group["params"]
+    }
+    for path, layer in module.named_modules():
+        state = compression_of(layer)
+        scores = [] if state is None else [name for name, each in state.prunings.items() if each.method == "topk"]
+        for name in scores:
+            if cut_of(layer) is not None:
+                raise UsageError(
+                    f"compression_training.{name}: method is topk, and tensor-parallel ranks share {path}; use l1"
+                )
+            if optimizer is not None and any(
+                id(param) not in trained
+                for key, param in layer.named_parameters(recurse=False)
+                if key.endswith("scores")
+            ):
+                raise UsageError(
+                    f"compression_training.{name}: method is topk, and the optimizer does not train the scores of "
+                    f"{path}; call init_compression before the optimizer is made, or let the config make it"
+                )

@@ -1,0 +1,144 @@
+"""`redundancy_clean`: a model whose layers were compressed becomes one of plain, smaller layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.compression.basic_layer import CompressedLayer, compression_of
+from deepspeed.compression.plan import PATH, check_deepspeed_config, compressed_layer, plans_of, unwrapped
+from deepspeed.compression.stored import WeightGrid, store
+from deepspeed.errors import UsageError
+from deepspeed.parallel.regions import cut_of
+
+__all__ = ["redundancy_clean"]
+
+_ORDER = ("weight_quantization", "sparse_pruning", "row_pruning", "head_pruning", "channel_pruning")
+
+
+@torch.no_grad()
+def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
+    """Make the compression of a model final, in place: it computes the same without masks; returns the model.
+
+    Rounded weights become the parameters, or integers where `store_integers` asks for them. What is pruned becomes
+    zero, or is taken out of layers and of their `related_modules`. Layers get their classes back, but those whose
+    inputs are rounded.
+    """
+    section, inner = check_deepspeed_config(deepspeed_config), unwrapped(model)
+    _require_whole(inner)
+    plans = {(plan.technique, plan.group): plan for plan in plans_of(inner, section, mpu, partly=False)}
+    for technique in _ORDER:
+        for plan in (each for key, each in plans.items() if key[0] == technique):
+            for place, name in enumerate(plan.names):
+                layer: Any = inner.get_submodule(name)
+                if not isinstance(layer, CompressedLayer):
+                    raise UsageError(
+                        f"redundancy_clean: {name} is not compressed, as {PATH}.{technique} asks; call "
+                        "init_compression with this config first"
+                    )
+                related = plan.related[place] if plan.related else ()
+                _fix(inner, layer, technique, related)
+    for module in list(inner.modules()):
+        if compression_of(module) is not None:
+            _release(module)
+    return model
+
+
+def _require_whole(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if compression_of(module) is not None and (cut_of(module) is not None or not _here(module)):
+            raise UsageError(
+                f"redundancy_clean: ranks share {name}; load the consolidated weights into a whole model, for which "
+                "init_compression was called, and clean that"
+            )
+
+
+def _here(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is None or (not hasattr(weight, "ds_id") and weight.numel() > 0)
+
+
+def _fix(model: nn.Module, layer: Any, technique: str, related: Sequence[str]) -> None:
+    state = layer.compressed
+    if technique == "weight_quantization":
+        if state.weights is not None:
+            _round(layer)
+        return
+    if technique not in state.prunings:
+        return
+    if technique == "sparse_pruning":
+        layer.fix_sparse_pruning_helper()
+    elif technique == "row_pruning":
+        kept = layer.fix_row_col_pruning_helper(dim_reduction=bool(related))
+        for name in related:
+            _related(model, name).fix_row_col_pruning_helper(kept, dim_reduction=True)
+    elif technique == "head_pruning":
+        heads, width = state.prunings[technique].heads, layer.in_features
+        _require_alike(model, layer, related)
+        kept = layer.fix_head_pruning_helper(num_heads=heads, dim_reduction=bool(related))
+        for name in related:
+            _related(model, name).fix_head_pruning_helper(kept, num_heads=heads, dim_reduction=True)
+        _tell_heads(model, (state.name, *related) if related else (), kept, width)
+    else:
+        kept = layer.fix_channel_pruning_helper(dim_reduction=bool(related))
+        for name in related:
+            _related(model, name).fix_channel_pruning_helper(kept, dim_reduction=True)
+
+
+def _round(layer: Any) -> None:
+    """The weight as it is rounded in the end, and the numbers that it may have."""
+    state = layer.compressed
+    rounding = state.weights
+    if rounding.store_integers:
+        weight = layer._parameters["weight"]
+        found = state.codes(weight, rounding.target_bits)
+        state.grid = WeightGrid(weight, found, rounding.target_bits)
+    layer.fix_weight_quantization()
+
+
+# Attributes of attention modules: how many heads there are, and how many outputs these have together.
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_key_value_heads")
+_WIDTHS = ("all_head_size", "embed_dim", "inner_dim")
+
+
+def _related(model: nn.Module, name: str) -> Any:
+    """A related module, which may not be compressed itself."""
+    return compressed_layer(model, name)
+
+
+def _require_alike(model: nn.Module, layer: Any, related: Sequence[str]) -> None:
+    for name in related:
+        outputs = getattr(model.get_submodule(name), "out_features", None)
+        if outputs != layer.in_features:
+            raise UsageError(
+                f"redundancy_clean: {name} has {outputs} outputs, and {layer.compressed.name}, whose heads are pruned, "
+                f"{layer.in_features} inputs; heads that share keys and values cannot be taken out, so leave "
+                "related_modules out"
+            )
+
+
+def _tell_heads(model: nn.Module, names: Sequence[str], kept: Tensor, width: int) -> None:
+    """Let attention modules around the layers know that they have fewer heads."""
+    before, after = kept.numel(), int(kept.sum())
+    around = {model.get_submodule(name.rpartition(".")[0]) for name in names}
+    for module in around:
+        for attributes, old in ((_HEADS, before), (_WIDTHS, width)):
+            for attribute in attributes:
+                if getattr(module, attribute, None) == old:
+                    setattr(module, attribute, old // before * after)
+
+
+def _release(module: Any) -> None:
+    """Give a layer its class back, unless its inputs are rounded; and its integers, if it has any."""
+    state = module.compression
+    if state.activations is None:
+        for handle in state.handles:
+            handle.remove()
+        del module.compression
+        module.__class__ = state.original
+    if state.grid is not None:
+        store(module, state.grid)
+        state.grid = None

@@ -1,0 +1,95 @@
+"""`compression_scheduler`: turns the techniques of a model's layers on at their steps, and drops bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from deepspeed.compression.basic_layer import compression_of
+from deepspeed.compression.layer_state import LayerCompression
+from deepspeed.config.compression import CompressionConfig, Technique
+from deepspeed.log import log_dist
+
+__all__ = ["compression_scheduler"]
+
+
+class compression_scheduler:
+    """The state of all compressed layers of a model after `training_steps` optimizer steps."""
+
+    def __init__(self, model: nn.Module, compression_config: CompressionConfig | Mapping[str, Any]) -> None:
+        found = compression_config
+        self.section = found if isinstance(found, CompressionConfig) else CompressionConfig.model_validate(dict(found))
+        self.model = model
+        self.training_steps = 0
+        self.make_init()
+        self.step(step_zero_check=True)
+
+    def make_init(self) -> None:
+        """Look for the compressed layers."""
+        both = ((name, compression_of(module)) for name, module in self.model.named_modules())
+        self.layers: dict[str, LayerCompression] = {name: each for name, each in both if each is not None}
+
+    def step(self, step_zero_check: bool = False) -> None:
+        """An optimizer step was taken; with `step_zero_check`, none was yet."""
+        if not step_zero_check:
+            self.training_steps += 1
+        self.check_all_modules()
+
+    def enter(self, step: int) -> None:
+        """A forward pass with so many optimizer steps before it begins."""
+        self.training_steps = step
+        self.check_all_modules()
+
+    def check_all_modules(self) -> None:
+        """Check every technique."""
+        self.check_weight_quantization()
+        self.check_activation_quantization()
+        self.check_sparse_pruning()
+        self.check_head_pruning()
+        self.check_row_pruning()
+        self.check_channel_pruning()
+
+    def check_weight_quantization(self) -> None:
+        """Round weights, in the bits of this step."""
+        offset = self.section.weight_quantization.shared_parameters.schedule_offset
+        for name, layer in self.layers.items():
+            layer.weights_on = layer.weights is not None and self.training_steps >= offset
+            if layer.pace is None or not layer.weights_on:
+                continue
+            layer.step = self.training_steps - offset
+            if layer.pace.advance(layer.step) and layer.pace.rounding.verbose:
+                log_dist(f"{name}: {layer.pace.bits} bits from step {self.training_steps} on")
+
+    def check_activation_quantization(self) -> None:
+        """Round inputs from their step on."""
+        on = self._begun(self.section.activation_quantization)
+        for layer in self.layers.values():
+            if layer.activations is not None:
+                layer.activations.on = on
+
+    def check_sparse_pruning(self) -> None:
+        """Mask elements from their step on."""
+        self._check("sparse_pruning", self.section.sparse_pruning)
+
+    def check_row_pruning(self) -> None:
+        """Mask outputs from their step on."""
+        self._check("row_pruning", self.section.row_pruning)
+
+    def check_head_pruning(self) -> None:
+        """Mask heads from their step on."""
+        self._check("head_pruning", self.section.head_pruning)
+
+    def check_channel_pruning(self) -> None:
+        """Mask channels from their step on."""
+        self._check("channel_pruning", self.section.channel_pruning)
+
+    def _check(self, name: str, technique: Technique) -> None:
+        on = self._begun(technique)
+        for layer in self.layers.values():
+            if name in layer.prunings:
+                layer.prunings[name].on = on
+
+    def _begun(self, technique: Technique) -> bool:
+        return self.training_steps >= technique.shared_parameters.schedule_offset  # type: ignore[attr-defined, no-any-return]

@@ -1,0 +1,328 @@
+"""Compressed layers: what they compute, what `redundancy_clean` makes of them, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from deepspeed.compression.basic_layer import LinearLayer_Compress, QuantAct, compression_of
+from deepspeed.compression.compress import init_compression, redundancy_clean
+from deepspeed.compression.helper import (
+    convert_conv1d_to_linear,
+    recursive_getattr,
+    recursive_setattr,
+    student_initialization,
+)
+from deepspeed.compression.layer_state import BitPace, WeightRounding
+from deepspeed.compression.scheduler import compression_scheduler
+from deepspeed.compression.utils import AsymQuantizer, BinaryQuantizer, SymQuantizer, TernaryQuantizer, TopKBinarizer
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from tests.covering import pairs
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(12, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.conv, self.norm, self.conv2 = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3)
+        for name in ("running_mean", "weight", "bias"):
+            nn.init.normal_(getattr(self.norm, name))
+
+    def forward(self, tokens, image):
+        hidden = self.down(torch.relu(self.up(self.tokens(tokens))))
+        return hidden, self.conv2(torch.relu(self.norm(self.conv(image))))
+
+
+class Attention(nn.Module):
+    def __init__(self, heads=4, width=16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.num_heads = heads
+        for name in ("query", "key", "value", "dense"):
+            setattr(self, name, nn.Linear(width, width))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        return self.dense(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+INPUTS = torch.randint(12, (4, 5), generator=torch.Generator().manual_seed(1)), torch.randn(2, 3, 9, 9)
+
+
+def technique(modules, params, related=None, **shared):
+    group = {"params": params, "modules": modules} | ({} if related is None else {"related_modules": related})
+    return {
+        "shared_parameters": {"enabled": True, "schedule_offset": 0, **shared},
+        "different_groups": {"one": group},
+    }
+
+
+def config(**techniques):
+    return {"train_batch_size": 1, "compression_training": techniques}
+
+
+def compressed(model, settings):
+    init_compression(model, settings)
+    compression_scheduler(model, settings["compression_training"])
+    return model.eval()
+
+
+CHOICES = {
+    "bits": [8, 4, 2, 1],
+    "quantization_type": ["symmetric", "asymmetric"],
+    "quantize_groups": [1, 4, 8],
+    "store_integers": [False, True],
+    "row": ["l1", "topk"],
+}
+
+
+@pytest.mark.parametrize("row", pairs(*CHOICES.values()), ids=str)
+def test_a_cleaned_model_computes_what_the_masked_one_did(row):
+    row = dict(zip(CHOICES, row, strict=True))
+    bits, method, stores = row.pop("bits"), row.pop("row"), row["store_integers"]
+    if bits <= 2:
+        row["quantization_type"] = "symmetric"
+    if stores:
+        row["quantize_groups"] = min(row["quantize_groups"], 4)
+    settings = config(
+        weight_quantization=technique(["*"], {"start_bits": bits, "target_bits": bits}, **row),
+        row_pruning=technique(["up"], {"dense_ratio": 0.5}, [["down"]], method=method),
+        channel_pruning=technique(["conv$"], {"dense_ratio": 0.75}, [["norm", "conv2"]], method=method),
+        sparse_pruning=technique(["down", "conv2"], {"dense_ratio": 1.0 if bits == 1 and stores else 0.3}),
+    )
+    model = compressed(Net(), settings)
+    assert compression_of(model.up).weights_on
+    expected = model(*INPUTS)
+    redundancy_clean(model, settings)
+    for found, before in zip(model(*INPUTS), expected, strict=True):
+        torch.testing.assert_close(found, before, rtol=0, atol=1e-6)
+    assert (model.up.out_features, model.down.in_features, model.conv.out_channels, model.norm.num_features) == (
+        8,
+        8,
+        6,
+        6,
+    )
+    assert not [name for name in model.state_dict() if "mask" in name]
+    assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
+    if stores:
+        assert "up.weight" not in model.state_dict()
+        again = redundancy_clean(compressed(Net(), settings), settings)
+        again.load_state_dict(model.state_dict())
+        assert torch.equal(again(*INPUTS)[0], model(*INPUTS)[0])
+        assert again.half().up.weight.dtype is torch.float16
+        assert again.up.weight_scale.dtype is torch.float32
+    else:
+        assert type(model.up) is nn.Linear
+        assert model.up.weight.unique().numel() <= 2**bits * row["quantize_groups"]
+
+
+def test_integers_take_the_bytes_that_their_bits_say():
+    def size(bits):
+        model = nn.Sequential(nn.Linear(256, 256, bias=False))
+        settings = config(
+            weight_quantization=technique(["*"], {"start_bits": bits, "target_bits": bits}, store_integers=True)
+        )
+        redundancy_clean(compressed(model, settings), settings)
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        codes = model[0].weight_codes
+        if bits == 8:  # as plain torch reads it
+            widened = (codes.view(256, 256).float() - model[0].weight_zero) * model[0].weight_scale
+            torch.testing.assert_close(widened, model[0].weight)
+        return codes.nbytes, len(file.getvalue())
+
+    for bits in (8, 4, 2, 1):
+        codes, file = size(bits)
+        assert codes == 256 * 256 * bits // 8
+        assert file < codes + 8 * 256 + 4096
+
+
+def test_sparsity_is_that_of_the_ratio_to_the_element():
+    for ratio, kept in ((0.29, 29), (0.7, 70), (0.999, 99), (1.0, 100)):
+        model = nn.Sequential(nn.Linear(10, 10))
+        settings = config(sparse_pruning=technique(["*"], {"dense_ratio": ratio}))
+        largest = model[0].weight.detach().abs().flatten().sort(descending=True).values
+        redundancy_clean(compressed(model, settings), settings)
+        assert int((model[0].weight != 0).sum()) == kept
+        assert model[0].weight.abs().sum().item() == pytest.approx(largest[:kept].sum().item())
+
+
+@pytest.mark.parametrize("method", ["l1", "topk"])
+def test_heads_are_taken_out_of_an_attention(method):
+    settings = config(
+        head_pruning=technique(["dense"], {"dense_ratio": 0.5}, [["query", "key", "value"]], method=method, num_heads=4)
+    )
+    model = compressed(Attention(), settings)
+    inputs = torch.randn(2, 3, 16)
+    expected = model(inputs)
+    assert not torch.allclose(expected, Attention()(inputs))
+    redundancy_clean(model, settings)
+    assert (model.num_heads, model.query.out_features, model.dense.in_features) == (2, 8, 8)
+    torch.testing.assert_close(model(inputs), expected, rtol=0, atol=1e-6)
+
+
+def test_techniques_begin_at_their_steps_and_a_copy_is_independent():
+    settings = config(
+        row_pruning=technique(["up"], {"dense_ratio": 0.5}, schedule_offset=2),
+        activation_quantization=technique(["down"], {"bits": 4}, schedule_offset=1),
+    )
+    plain = Net().eval()
+    model = init_compression(Net(), settings).eval()
+    scheduler = compression_scheduler(model, settings["compression_training"])
+    other = copy.deepcopy(model)
+    outputs = [plain(*INPUTS)[0]]
+    for _ in range(3):
+        outputs.append(model(*INPUTS)[0])
+        scheduler.step()
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[1], outputs[2])
+    assert not torch.equal(outputs[2], outputs[3])
+    assert torch.equal(other(*INPUTS)[0], outputs[0])
+    assert set(dict(model.named_parameters())) == set(dict(plain.named_parameters()))
+
+
+def test_a_weight_loses_bits_in_periods_that_double():
+    pace = BitPace.of(WeightRounding(8, 4, period=10, change_ratio=0.1))
+    bits = []
+    for step in range(100):
+        pace.advance(step)
+        bits.append(pace.bits)
+    assert [bits.index(each) for each in (8, 7, 6, 5, 4)] == [0, 10, 20, 40, 80]
+    assert pace.unrounded(85) == pytest.approx(0.5)
+    jumped = BitPace.of(WeightRounding(8, 4, period=10))
+    jumped.advance(41)
+    assert (jumped.bits, jumped.since) == (5, 40)
+    jumped.advance(19)
+    assert (jumped.bits, jumped.since) == (7, 10)
+
+
+def test_quantizers_round_by_their_formulas_and_pass_gradients():
+    x = torch.tensor([[-1.0, 0.3, 0.5, 2.0]], requires_grad=True)
+    sym = SymQuantizer.apply(x, 4, None, None, 1)
+    assert torch.equal(sym, (x / 0.25).round().clamp(-8, 7) * 0.25)
+    asym = AsymQuantizer.apply(x, 4, None, None, 1)
+    low = round(-1 / 0.1875) * 0.1875
+    torch.testing.assert_close(asym, ((x - low) / 0.1875).round().clamp(0, 15) * 0.1875 + low)
+    assert BinaryQuantizer.apply(x, 1).tolist() == [[-0.95, 0.95, 0.95, 0.95]] or torch.allclose(
+        BinaryQuantizer.apply(x, 1), torch.tensor([[-0.95, 0.95, 0.95, 0.95]])
+    )
+    torch.testing.assert_close(TernaryQuantizer.apply(x, 2), torch.tensor([[-1.5, 0.0, 0.0, 1.5]]))
+    ranged = SymQuantizer.apply(x, 8, torch.tensor(-4.0), torch.tensor(1.0), 1)
+    assert torch.equal(ranged, (x / (8 / 256)).round() * (8 / 256))
+    (sym + asym + ranged).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+    assert TopKBinarizer.apply(torch.tensor([1.0, 3.0, 3.0, 2.0]), 0.5, False).tolist() == [0, 1, 1, 0]
+
+
+def test_static_ranges_are_moving_means_of_training():
+    act = QuantAct(quant_mode="asymmetric")
+    act(torch.tensor([-1.0, 3.0]), 8)
+    act(torch.tensor([0.0, 5.0]), 8)
+    torch.testing.assert_close(act.x_min_max, torch.tensor([-0.95, 3.1]))
+    before = act.x_min_max.clone()
+    assert float(act.eval()(torch.tensor([100.0]), 8)) < 3.2
+    assert torch.equal(act.x_min_max, before)
+
+
+def test_a_layer_is_compressed_by_hand():
+    layer = LinearLayer_Compress(4, 4)
+    layer.enable_weight_quantization(8, 2, 1, True, "symmetric", 4)
+    compression_scheduler(layer, {"weight_quantization": {"shared_parameters": {"schedule_offset": 0}}}).enter(1000)
+    layer(torch.randn(2, 4)).sum().backward()
+    assert layer.weight.grad is not None
+    rounded, _ = layer.effective()
+    assert all(row.unique().numel() <= 3 for row in rounded)
+    assert isinstance(layer.weight, nn.Parameter)
+
+
+def test_students_begin_as_layers_of_their_teacher():
+    def model(layers):
+        return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(layers)), "head": nn.Linear(4, 2)})
+
+    teacher, student = model(4), model(2)
+    reduction = {
+        "enabled": True,
+        "module_name_prefix": "layers",
+        "teacher_layer": [1, 3],
+        "other_module_name": ["head"],
+    }
+    settings = config(layer_reduction=reduction)
+    with pytest.raises(DeepSpeedConfigError, match="without teacher_model"):
+        init_compression(student, settings)
+    init_compression(student, settings, teacher)
+    for mine, theirs in (("layers.0", "layers.1"), ("layers.1", "layers.3"), ("head", "head")):
+        assert torch.equal(recursive_getattr(student, mine).weight, recursive_getattr(teacher, theirs).weight)
+    for change, said in (
+        ({"teacher_layer": [1, 4]}, "teacher_layer: the teacher has no module 'layers.4'; layers has 0, 3"),
+        ({"teacher_layer": [1]}, "lists 1 layers, and the student has 2 at layers"),
+        ({"other_module_name": ["haed"]}, "the student has no module 'haed'; near names: head"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            student_initialization(student, teacher, config(layer_reduction={**reduction, **change}))
+
+
+def test_transposed_layers_become_linear_ones():
+    class Conv1D(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(5))
+
+        def forward(self, x):
+            return x @ self.weight + self.bias
+
+    model = nn.Sequential(Conv1D(), nn.ReLU())
+    x = torch.randn(2, 3)
+    expected = model(x)
+    with pytest.raises(UsageError, match=r"finds no module.*\(Conv1D\).*convert_conv1d_to_linear first"):
+        init_compression(model, config(row_pruning=technique(["0"], {"dense_ratio": 0.5})))
+    assert isinstance(convert_conv1d_to_linear(model, Conv1D)[0], nn.Linear)
+    torch.testing.assert_close(model(x), expected)
+    recursive_setattr(model, "0.bias", None)
+    assert model[0].bias is None
+
+
+@pytest.mark.parametrize(
+    ("techniques", "said"),
+    [
+        (
+            {"row_pruning": technique(["upp"], {"dense_ratio": 0.5})},
+            r"one.modules: 'upp' finds no module.*Near names: up",
+        ),
+        ({"row_pruning": technique(["up", "u"], {"dense_ratio": 0.5})}, r"'u' of the group 'one' finds up, which an"),
+        ({"row_pruning": technique(["up"], {"dense_ratio": 0.01})}, "dense_ratio 0.01 of up keeps none of 16"),
+        (
+            {"weight_quantization": technique(["up"], {"start_bits": 8, "target_bits": 8}, quantize_groups=7)},
+            "quantize_groups is 7, which does not divide the 128 elements of up.weight",
+        ),
+        (
+            {
+                "weight_quantization": technique(
+                    ["up"], {"start_bits": 8, "target_bits": 8}, quantize_groups=32, store_integers=True
+                ),
+                "row_pruning": technique(["up"], {"dense_ratio": 0.5}),
+                "head_pruning": technique(["down"], {"dense_ratio": 0.5}, num_heads=3),
+            },
+            "num_heads is 3, which does not divide the 16 inputs of down",
+        ),
+        (
+            {"row_pruning": technique(["up"], {"dense_ratio": 0.5}, [["down|up"]])},
+            r"related_modules: 'down\|up' finds 2 modules \(up, down\), and the pattern that they belong to 1",
+        ),
+    ],
+)
+def test_what_a_model_does_not_allow_is_refused(techniques, said):
+    with pytest.raises(UsageError, match=said):
+        init_compression(Net(), config(**techniques))
+
+
+def test_a_model_that_was_not_compressed_is_not_cleaned():
+    settings = config(row_pruning=technique(["up"], {"dense_ratio": 0.5}))
+    with pytest.raises(UsageError, match="up is not compressed"):
+        redundancy_clean(Net(), settings)
