@@ -56,7 +56,7 @@ from deepspeed.profiling.memory_profiler import (
 )
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.out_of_memory import held_tensors
-from deepspeed.zero.interface import numel_of, shards_of
+from deepspeed.zero.interface import numel_of
 
 STEPS = 3
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
@@ -297,17 +297,7 @@ class _Tracer:
 
     def _profiler(self, engine: DeepSpeedEngine) -> MemoryProfiler:
         parts = engine._parts
-
-        def kinds() -> Mapping[str, Sequence[Tensor]]:
-            held: dict[str, list[Tensor]] = held_tensors(parts)
-            shards = [shard for shard in shards_of(parts.module.parameters()) if not shard.alone]
-            whole = [shard.flat for shard in shards]
-            own = {id(shard.param) for shard in shards}
-            chunks = [shard.data for shard in shards]
-            held["parameters"] = [*chunks, *(each for each in held["parameters"] if id(each) not in own)]
-            return {GATHERED: whole, **held}
-
-        profiler = MemoryProfiler(parts.module, kinds, parts.device, HOST_STORAGES)
+        profiler = MemoryProfiler(parts.module, lambda: held_tensors(parts), parts.device, HOST_STORAGES)
         profiler.start(keep_changes=True)
         self.stack.callback(profiler.stop)
         self.stack.callback(

@@ -12,17 +12,25 @@ from torch import Tensor, nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.events import PhaseFailed
 from deepspeed.runtime.parts import Parts
+from deepspeed.zero.interface import shards_of
 
 
 def held_tensors(parts: Parts) -> dict[str, list[Tensor]]:
-    """Parameters, gradients, masters, moments and buffers, wherever they are; some may share memory."""
+    """Parameters, gradients, masters, moments and buffers, wherever they are; some may share memory.
+
+    A parameter of which ranks have parts is its part; the memory in which it becomes whole is that of gathered ones.
+    """
     params = list(parts.module.parameters())
+    shards = [shard for shard in shards_of(params) if not shard.alone]
+    own = {id(shard.param) for shard in shards}
+    resting = [shard.stored for shard in shards] + [param for param in params if id(param) not in own]
     pieces = [piece for group in parts.states.groups for piece in group.pieces] if parts.states is not None else []
     states = parts.basic_optimizer.state.values() if parts.basic_optimizer is not None else ()
     grads = [param.grad for param in params]
     grads += [grad for piece in pieces for grad in (piece.gradient, piece.master.grad, piece.home)]
     return {
-        "parameters": [*params, *(piece.source for piece in pieces)],
+        "gathered parameters": [shard.flat for shard in shards],
+        "parameters": [*resting, *(piece.source for piece in pieces)],
         "gradients": [grad for grad in grads if grad is not None],
         "masters": [piece.master for piece in pieces],
         "moments": [value for state in states for value in state.values() if isinstance(value, Tensor)],
