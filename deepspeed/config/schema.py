@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
@@ -295,7 +296,15 @@ class Schema(ConfigModel):
     memory_profiler: MemoryProfilerConfig = key(
         MemoryProfilerConfig, "Memory by kind at the peak of a step, and its module."
     )
-    events: EventsConfig = key(EventsConfig, "What happens in training, as lines of JSON in a file per rank.")
+    events: EventsConfig = key(
+        EventsConfig,
+        "What happens in training, as lines of JSON in a file per rank.",
+        NoEffect(
+            "neither events.file nor the variable DS_EVENTS is given",
+            lambda c: c.events.file is None and not os.environ.get("DS_EVENTS"),
+            switch="events.file",
+        ),
+    )
     trace: TraceConfig = key(
         TraceConfig,
         "Traces of torch's profiler over a few steps.",
