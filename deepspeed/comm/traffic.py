@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from operator import mul
 from typing import NamedTuple
 
 
@@ -49,8 +50,9 @@ def link_bytes(operation: str, size: int, ranks: Sequence[int], per_node: int) -
     n = len(ranks)
     if n < 2:
         return LinkBytes()
-    nodes = Counter(rank // per_node for rank in ranks)
-    near = sum(count * (count - 1) for count in nodes.values())
+    # Without a call of Python for each rank, of which there may be thousands.
+    nodes = Counter(map(per_node.__rfloordiv__, ranks))
+    near = sum(map(mul, nodes.values(), nodes.values())) - n
     crossing = len(nodes) if len(nodes) > 1 else 0
     if operation in _PARTS or operation in _WHOLE:
         each = size / n if operation in _PARTS else size

@@ -104,7 +104,7 @@ def test_a_wrong_optimizer_parameter_is_named(tmp_path):
 
 @ranks(2)
 def test_the_client_finds_what_it_looks_for():
-    """The version is recent enough for every check of the clients; what comes later is absent, not broken."""
+    """The version is recent enough for every check of the clients."""
     from accelerate.utils import is_deepspeed_available
     from transformers.integrations import is_deepspeed_available as by_transformers
 
@@ -114,6 +114,7 @@ def test_the_client_finds_what_it_looks_for():
 
     assert callable(UlyssesSPAttentionHF.register_with_transformers)
     assert callable(deepspeed.tp_model_init)
-    with pytest.raises(ImportError):
-        from deepspeed.compression.compress import init_compression  # noqa: F401
+    from deepspeed.compression.compress import init_compression
+
+    assert callable(init_compression)
     assert not torch.cuda.is_initialized()

@@ -170,7 +170,8 @@ def padded(sample: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tens
 
 @ranks(2)
 def test_a_pipeline_trains_on_packs_as_one_process_does():
-    lengths = [len(each["input_ids"]) for each in Texts()]
+    texts = Texts()
+    lengths = [len(texts[number]["input_ids"]) for number in range(len(texts))]
     section = {"dynamic_batching": {"enabled": True, "max_tokens": 40}, "num_workers": 0}
     settings = config(data_efficiency={"data_sampling": section}, gradient_accumulation_steps=2)
     settings["train_micro_batch_size_per_gpu"] = 1

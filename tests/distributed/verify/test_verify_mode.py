@@ -83,10 +83,10 @@ def test_clean_steps_raise_nothing():
 
 
 @ranks(2)
-def test_ten_thousand_clean_steps_raise_nothing():
+def test_a_thousand_clean_steps_raise_nothing():
     for stage in (1, 3):
         engine = build(stage, action="stop", every=10, parameters=1)
-        train(engine, 5000)
+        train(engine, 500)
         engine.destroy()
 
 

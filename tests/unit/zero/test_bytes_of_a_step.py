@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 
 import pytest
@@ -26,12 +27,8 @@ HPZ = QWZ | {"zero_hpz_partition_size": LOCAL}
 QGZ = HPZ | {"zero_quantized_gradients": True}
 
 
-@pytest.fixture
-def pretended(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(LOCAL))
-
-
 def start():
+    os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL)  # of this process, which ends with the test
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
 
 
@@ -69,7 +66,7 @@ def into_node(found):
 
 
 @ranks(1, init=False)
-def test_stage_3_and_its_codecs(pretended):
+def test_stage_3_and_its_codecs():
     """6Ψ, 4Ψ, 3Ψ, 1.5Ψ: into a node from outside, of what it lacks of the whole."""
     start()
     outside, across = (WORLD - 1) / WORLD, (NODES - 1) / NODES
@@ -94,7 +91,7 @@ def test_stage_3_and_its_codecs(pretended):
 
 
 @ranks(1, init=False)
-def test_other_ways(pretended):
+def test_other_ways():
     start()
     across = (NODES - 1) / NODES
     for stage in (1, 2, 3):
