@@ -175,7 +175,7 @@ def test_a_pipeline_trains_on_packs_as_one_process_does():
     section = {"dynamic_batching": {"enabled": True, "max_tokens": 40}, "num_workers": 0}
     settings = config(data_efficiency={"data_sampling": section}, gradient_accumulation_steps=2)
     settings["train_micro_batch_size_per_gpu"] = 1
-    engine, *_ = deepspeed.initialize(model=PipelineModule(llama(), num_stages=2), config=settings)
+    engine, *_ = deepspeed.initialize(model=PipelineModule(llama(), num_stages=2, dynamic_shape=True), config=settings)
     loader, schedule, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         Texts(), engine, lengths, sample_padding_fn=padded, dataloader_collate_fn=default_collate
     )
