@@ -97,12 +97,13 @@ def is_reached(path):
         os._exit(0)
     return os.waitpid(pid, 0)[1] == 0
 
-print([path for path, feature in READ if feature is None and not is_reached(path)])
+one_of_each = {path.rpartition(".")[0]: path for path, feature in READ if feature is None}
+print([path for path in one_of_each.values() if not is_reached(path)])
 """
 
 
 def test_every_name_is_reached_after_a_plain_import():
-    """Each in a process of its own: what one of them imports must not help another."""
+    """One of each module, each in a process of its own: what one of them imports must not help another."""
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", FRESH], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
