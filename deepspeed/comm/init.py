@@ -19,6 +19,7 @@ from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # ty
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host import keep_heap
 from deepspeed.comm import discover as discovery
+from deepspeed.comm import shared_memory
 from deepspeed.comm.discover import (
     FoundRank,
     RankFacts,
@@ -155,6 +156,7 @@ def _join(backend: str, facts: RankFacts, timeout: timedelta, init_method: str |
             f"with backend {backend!r} within {timeout}: {error}. Every rank must reach that address, use the same "
             "one, and be started; a port in use by another job needs another MASTER_PORT or distributed_port."
         ) from error
+    shared_memory.meet(td.group.WORLD)
 
 
 # Whether this is a job of Azure Machine Learning, of Amazon SageMaker, of a DLTS cluster.

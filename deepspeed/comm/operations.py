@@ -72,7 +72,7 @@ def gather_single(otherwise: Callable[..., Any]) -> Callable[..., Any]:
         real = td.GroupMember.WORLD if group is None else group
         if not _is_plain(output, tensor, real):
             return otherwise(output, tensor, group, async_op)
-        shared = shared_group(real, tensor, tensor.nbytes)
+        shared = shared_group(real, tensor, tensor.nbytes, blocks=not async_op)
         if shared is not None and tensor.is_contiguous() and output.is_contiguous():
             return _waited(shared.gather(output, tensor), async_op)
         return _waited(_gather(real, output, tensor, options[async_op]), async_op)
@@ -111,7 +111,7 @@ def _reducing(
             options = known[op, async_op] = kind()
             options.reduceOp = op
             options.asyncOp = async_op
-        shared = shared_group(real, tensors[-1], tensors[-1].nbytes, op)
+        shared = shared_group(real, tensors[-1], tensors[-1].nbytes, op, blocks=not async_op)
         if shared is not None and all(tensor.is_contiguous() for tensor in tensors):
             work = through(shared, tensors, op)
             if work is not None:

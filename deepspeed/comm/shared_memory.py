@@ -3,10 +3,12 @@
 [Note: shared memory] Each rank has an anonymous memory file for each group, which the others map. An operation writes
 what this rank sends into it and publishes a number; `wait` reads what the others published under the same number. So
 the wait for an operation depends on nothing but its start on the other ranks, as with gloo. A rank reuses a place once
-all others have read it, and makes its file larger where none is free. Nothing has to be removed: the memory goes with
-the last process that has it. Sums run in the order of the ranks, so that all ranks get the same bits.
+all ranks, itself included, have marked it as read, and makes its file larger where none is free. Nothing has to be
+removed: the memory goes with the last process that has it. Sums run in the order of the ranks, so that all ranks get
+the same bits.
 
-Waiting is by futex. The kernel raises the published number, which orders the writes before it on every processor.
+Waiting is by futex. The kernel raises the published number, which orders the writes before it on every processor; its
+waiting, too, is a barrier. Ranks meet in a blocking call only: one that returns at once must not wait for others.
 """
 
 from __future__ import annotations
@@ -29,14 +31,13 @@ from deepspeed.comm.processes import has_ended, host_key, process_state, support
 
 SMALLEST, LARGEST = 32 << 10, 64 << 20  # bytes of a message; gloo is as fast below, and needs less memory above
 _READERS = 8  # ranks up to which each reads all that an all-reduce sums
-_RANKS = 64
-_SLOTS = 1024  # operations that may be under way; a power of two
-_WAITED = _SLOTS // 2  # operations after which the oldest is waited for
+_RANKS = 16  # a rank has a file of each rank open
+_SLOTS = 1024  # operations that may be under way
 _TABLE = 4096  # where the table begins, in bytes
-_DATA = _TABLE + _SLOTS * 32
+_MARKS = _TABLE + _SLOTS * 32  # a byte for each operation and rank: it has read it
+_DATA = _MARKS + _SLOTS * _RANKS
 _ALIGN = 64
 _PUBLISHED, _CLOSED = 0, 1  # 4-byte words
-_CONSUMED = 64 >> 3  # 8-byte words, one for each rank
 _LOOK = 0.1  # seconds between looks whether the others still live
 _FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE_OP, _ADD_ONE, _ALL = 0, 5, (1 << 28) | (1 << 12) | 0xFFF, 0x7FFFFFFF
@@ -77,7 +78,8 @@ class _Segment:
         self.fd = fd
         self._fit()
         words = memoryview(self._map)
-        self.short, self.long = words[:_TABLE].cast("i"), words[:_DATA].cast("q")
+        self.short, self.long = words[:_TABLE].cast("i"), words[:_MARKS].cast("q")
+        self.marks = words[_MARKS:_DATA]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def _fit(self) -> None:
@@ -100,6 +102,10 @@ class _Segment:
     def entry(self, number: int) -> int:
         """Where the table has that operation: number, place, bytes, kind."""
         return (_TABLE >> 3) + 4 * (number % _SLOTS)
+
+    def row(self, number: int) -> int:
+        """Where its marks begin."""
+        return _RANKS * (number % _SLOTS)
 
     def close(self) -> None:
         """The memory goes with the last tensor over it."""
@@ -159,7 +165,6 @@ class SharedGroup:
         self._own = own
         self._ranks = others
         self._begun = 0
-        self._read = 0  # all operations up to this one were taken
         self._open: dict[int, SharedWork] = {}
         self._places: list[tuple[int, int, int]] = []  # start, end and number of what others may still read
         self._lock = threading.RLock()
@@ -176,7 +181,8 @@ class SharedGroup:
 
     def gather(self, output: Tensor, tensor: Tensor) -> SharedWork:
         """All-gather into one tensor."""
-        rows = output.view(-1).view(torch.uint8).view(self.size, -1)
+        # By `data`, here and below: a backend's writes are not counted as changes by autograd.
+        rows = output.data.view(-1).view(torch.uint8).view(self.size, -1)
 
         def take(parts: Sequence[Tensor]) -> None:
             for row, part in zip(rows, parts, strict=True):
@@ -186,7 +192,7 @@ class SharedGroup:
 
     def scatter(self, output: Tensor, tensor: Tensor, op: Any) -> SharedWork:
         """Reduce-scatter from one tensor."""
-        mine, count = output.view(-1), output.numel()
+        mine, count = output.data.view(-1), output.numel()
 
         def take(parts: Sequence[Tensor]) -> None:
             at = self._rank * count
@@ -198,7 +204,7 @@ class SharedGroup:
         """All-reduce in place: each rank reads what all have."""
 
         def take(parts: Sequence[Tensor]) -> None:
-            found, flat = [part.view(tensor.dtype) for part in parts], tensor.view(-1)
+            found, flat = [part.view(tensor.dtype) for part in parts], tensor.data.view(-1)
             if self._rank < 2:  # read before it is written, and nearer than the copy that others read
                 found[self._rank] = flat
             _reduce(found, op, flat)
@@ -208,14 +214,16 @@ class SharedGroup:
     # --- sending -------------------------------------------------------------------------------------------------
 
     def _begin(self, tensor: Tensor, kind: tuple[int, int], take: Callable[..., None], output: Tensor) -> SharedWork:
-        sent = tensor.view(-1).view(torch.uint8)
+        sent = tensor.data.view(-1).view(torch.uint8)
         with self._lock:
-            if len(self._open) >= _WAITED:
-                next(iter(self._open.values())).wait()
             number = self._begun + 1
+            if (never := self._open.get(number - _SLOTS)) is not None:
+                never.wait()
             start = self._place(number, sent.numel())
             self._own.read(start, sent.numel(), torch.uint8).copy_(sent)
             entry = self._own.entry(number)
+            row = self._own.row(number)
+            self._own.marks[row : row + self.size] = bytes(self.size)
             self._own.long[entry + 1], self._own.long[entry + 2] = start, sent.numel()
             self._own.long[entry + 3], self._own.long[entry] = kind[0] * 64 + kind[1], number
             self._begun = number
@@ -227,10 +235,10 @@ class SharedGroup:
     def _place(self, number: int, size: int) -> int:
         """A free place for so many bytes, at the end of the file where there is none."""
         deadline = time.monotonic() + self._seconds()
-        while (consumed := self._consumed()) <= number - _SLOTS:  # the table has no row left
+        while number > _SLOTS and self._unread(number - _SLOTS):  # the table has no row left
             self._check(deadline, "to read what this rank has sent")
             time.sleep(0.001)
-        self._places = [place for place in self._places if place[2] > consumed]
+        self._places = [place for place in self._places if self._unread(place[2])]
         length, start = -(-size // _ALIGN) * _ALIGN, _DATA
         for begin, end, _ in self._places:
             if begin - start >= length:
@@ -242,9 +250,10 @@ class SharedGroup:
         self._places.sort()
         return start
 
-    def _consumed(self) -> int:
-        own = self._own.long
-        return min((own[_CONSUMED + rank] for rank in range(self.size) if rank != self._rank), default=self._begun)
+    def _unread(self, number: int) -> bool:
+        """Whether a rank has not read yet what this one sent."""
+        row = self._own.row(number)
+        return 0 in self._own.marks[row : row + self.size]
 
     # --- receiving -----------------------------------------------------------------------------------------------
 
@@ -272,10 +281,11 @@ class SharedGroup:
             with torch.no_grad():
                 take(parts)
             del self._open[work.number]
-            self._read = next(iter(self._open), self._begun + 1) - 1
-            for place, (_, _, segment) in enumerate(self._ranks):
-                if place != self._rank:
-                    segment.long[_CONSUMED + self._rank] = self._read
+            _wait_while(
+                self._own.address, self._own.short[_PUBLISHED] - 1
+            )  # what was read was, before the marks say so
+            for _, _, segment in self._ranks:
+                segment.marks[segment.row(work.number) + self._rank] = 1
 
     def _part(self, place: int, work: SharedWork) -> Tensor:
         segment, own = self._ranks[place][2], self._own
@@ -329,12 +339,20 @@ def _reduce(parts: Sequence[Tensor], op: Any, out: Tensor) -> None:
 _known: weakref.WeakKeyDictionary[Any, SharedGroup | None] = weakref.WeakKeyDictionary()
 
 
-def shared_group(group: Any, tensor: Tensor, size: int, op: Any = None) -> SharedGroup | None:
-    """The group's shared memory, if it has some and this message is one for it; all ranks answer alike."""
+def shared_group(group: Any, tensor: Tensor, size: int, op: Any = None, *, blocks: bool) -> SharedGroup | None:
+    """The group's shared memory, if it has some and this message is one for it; all ranks answer alike.
+
+    Worlds and axes have met when they were made; other groups meet in their first call that `blocks`.
+    """
     if not tensor.is_cpu or not SMALLEST <= size <= LARGEST:
         return None
     if op is not None and (op not in _REDUCE or tensor.dtype not in _SUMS):
         return None
+    return meet(group) if blocks else _known.get(group)
+
+
+def meet(group: Any) -> SharedGroup | None:
+    """The group's shared memory, made where it has none yet; its ranks call this together, and wait for each other."""
     if group in _known:
         return _known[group]
     found = _known[group] = _meet(group)

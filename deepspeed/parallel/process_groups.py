@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from deepspeed import comm
+from deepspeed.comm import shared_memory
 from deepspeed.comm.init import default_timeout
 from deepspeed.comm.watch.settings import timeout_of
 from deepspeed.errors import LayoutError
@@ -180,6 +181,7 @@ class GroupTable:
                 # gloo returns once this rank's own ends are connected. Closing a group while a slower member still
                 # connects would fail there, so its members meet once.
                 dist.barrier(group)
+                shared_memory.meet(group)
         return group
 
     def _check(self) -> None:

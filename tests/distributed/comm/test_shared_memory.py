@@ -57,6 +57,7 @@ def test_numbers_are_those_of_torch():
 def test_works_are_waited_for_in_any_order_or_never():
     """Each rank waits in its own order; a work that is never waited for keeps its place until its turn comes."""
     rank, many = td.get_rank(), shared_memory._SLOTS + 7
+    dist.all_reduce(torch.ones(ENOUGH))  # ranks meet
     tensors = [torch.full((ENOUGH,), float(n % 100)) for n in range(many)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     waited = works[::-2] if rank else works[::3]
@@ -74,6 +75,37 @@ def test_works_are_waited_for_in_any_order_or_never():
     for _ in range(20):
         dist.all_reduce(torch.ones(4 * ENOUGH))
     assert group._own.size == before, "places are used again once all have read them"
+
+
+@ranks(2)
+def test_what_this_rank_has_not_read_itself_stays():
+    """The others have read it long ago, and later operations need places."""
+    dist.all_reduce(torch.ones(ENOUGH))
+    mine, late = torch.full((ENOUGH,), 1.0 + td.get_rank()), torch.empty(2 * ENOUGH)
+    work = dist.all_gather_into_tensor(late, mine, async_op=True)
+    if td.get_rank():
+        work.wait()
+    for _ in range(2 * shared_memory._SLOTS):
+        dist.all_reduce(torch.full((ENOUGH,), 7.0))
+    work.wait()
+    assert torch.equal(late, torch.tensor([1.0, 2.0]).repeat_interleave(ENOUGH))
+
+
+@ranks(2)
+def test_autograd_sees_no_change():
+    """As with a backend's own writes; and a first call that returns at once waits for nobody."""
+    leaf, store = torch.ones(ENOUGH, requires_grad=True), td.distributed_c10d._get_default_store()
+    group = dist.new_group()
+    if td.get_rank():
+        store.wait(["begun"])
+    work = dist.all_reduce(leaf, group=group, async_op=True)
+    store.set("begun", "")
+    work.wait()
+    assert group not in shared_memory._known
+    before = leaf._version
+    dist.all_reduce(leaf, group=group)
+    assert shared_memory._known[group] is not None
+    assert (leaf._version, float(leaf[0])) == (before, 4.0)
 
 
 @ranks(2)
