@@ -244,7 +244,9 @@ class PipelineEngine(DeepSpeedEngine):
         module.ties.require_alike(hosts)
         warn_if_frozen(module, parts.basic_optimizer, hosts)
         stages = parts.layout.pipeline
-        self._wires = StageLinks(stages, parts.device, dynamic=module.dynamic_shape, foretold=module.foretold)
+        # Layers were looked at before their weights became what the engine computes in.
+        foretold = {stage: form.cast(parts.precision.param) for stage, form in module.foretold.items()}
+        self._wires = StageLinks(stages, parts.device, dynamic=module.dynamic_shape, foretold=foretold)
         self._wires.open()
         self._schedules: dict[tuple[Any, int], Schedule] = {}
         self._calls: Calls = {}

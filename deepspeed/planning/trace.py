@@ -4,8 +4,8 @@
 states; the second uses this; the third is one of many. Memory is looked at in all of them, since the first may need
 most; collectives and work are those of the last. Micro steps between the first and the last of a step are alike: with
 accumulation two are run, and the first counts for those that are not. Of the micro batches of a pipeline the last step
-has as few as make this rank hold as many as in a whole step; the first steps have two, where parameters are whole and
-the schedule takes so few.
+has as few as make this rank hold as many as in a whole step, where a rank has one stage; the first steps have two, where
+parameters are whole.
 """
 
 from __future__ import annotations
@@ -388,11 +388,13 @@ def _micro_steps(engine: DeepSpeedEngine, steps: int, schedule: Schedule | None)
     """Micro steps of the first steps and of the last one, see [Note: steps of a trace]."""
     if schedule is None or not isinstance(engine, PipelineEngine):
         return min(steps, 2), min(steps, 2)
+    if schedule.chunks > 1:  # of these the shortest of several is taken, which may be another for fewer micro batches
+        return steps, steps
     rank = engine.module.stage_id
     most = simulate(schedule).peaks[rank]
     counts = range(min(steps, schedule.limits[rank] + 1), steps)
     ran = next((count for count in counts if simulate(engine._plan(count)).peaks[rank] == most), steps)
-    return (ran if schedule.chunks > 1 or engine._parts.sharded.coordinator is not None else min(ran, 2)), ran
+    return (min(ran, 2) if engine._parts.sharded.coordinator is None else ran), ran
 
 
 def quiet(config: Any) -> dict[str, Any]:
