@@ -9,7 +9,7 @@ parameters whole. Gradients pass through the rounding to the parameter.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from deepspeed.compression.stored import require_rows
 from deepspeed.compression.utils import TopKBinarizer, kept_of, stand_in
 from deepspeed.errors import UsageError
 from deepspeed.ops.quantizer.groups import Reduce, in_steps, round_groups
-from deepspeed.parallel.regions import GroupMembers, between, cut_of, enter, joined, leave, own
+from deepspeed.parallel.regions import GroupMembers, Way, between, cut_of, enter, joined, leave, own
 from deepspeed.transformers.replacement import whole_shape
 
 __all__ = [
@@ -437,18 +437,40 @@ class Embedding_Compress(CompressedLayer, nn.Embedding):  # type: ignore[misc]  
 
 
 class _MpuLinear(LinearLayer_Compress):
-    """A linear layer of which the ranks of an `mpu` have parts."""
+    """A linear layer of which the ranks of an `mpu` have parts: of its outputs (dim 0) or of its inputs (dim 1).
 
-    def __init__(self, mpu: Any, sizes: tuple[int, int], bias: bool, skip_bias_add: bool) -> None:
-        super().__init__(*sizes, bias=bias)
+    `whole`: what is split outside is whole: the output is joined, or the input cut.
+    """
+
+    def __init__(
+        self, mpu: Any, sizes: tuple[int, int], dim: Literal[0, 1], *, bias: bool, whole: bool, skip_bias_add: bool
+    ) -> None:
+        inputs, outputs = sizes
+        if dim == 0:
+            outputs = _share(outputs, mpu, "output_size")
+        else:
+            inputs = _share(inputs, mpu, "input_size")
+        super().__init__(inputs, outputs, bias=bias)
         self._ranks = GroupMembers(mpu.get_model_parallel_group())
-        self.skip_bias_add = skip_bias_add
+        self._dim, self._whole, self.skip_bias_add = dim, whole, skip_bias_add
 
-    def _answer(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """As Megatron's layers: (output, the bias if it was not added)."""
-        if self.skip_bias_add or self.bias is None:
-            return output, self.bias
-        return output + self.bias, None
+        part = enter(input_, self._ranks) if self._dim == 0 else self._crossed(input_, (own, joined))
+        output = nn.functional.linear(part, self.weight)
+        if self._dim == 1:
+            output = leave(output, self._ranks)
+        if self.bias is not None and not self.skip_bias_add:
+            output = output + self.bias
+        output = self._crossed(output, (joined, own)) if self._dim == 0 else output
+        return output, self.bias if self.skip_bias_add else None
+
+    def _crossed(self, tensor: Tensor, ways: tuple[Way, Way]) -> Tensor:
+        """From parts to the whole, or back."""
+        if not self._whole:
+            return tensor
+        size = self.out_features if self._dim == 0 else self.in_features
+        return between(tensor, self._ranks, [size] * self._ranks.size, -1, ways)
 
 
 def _share(size: int, mpu: Any, name: str) -> int:
@@ -470,16 +492,8 @@ class ColumnParallelLinear_Compress(_MpuLinear):
         gather_output: bool = True,
         skip_bias_add: bool = False,
     ) -> None:
-        super().__init__(mpu, (input_size, _share(output_size, mpu, "output_size")), bias, skip_bias_add)
-        self.gather_output = gather_output
-
-    def forward(self, input_: Tensor) -> Any:
-        """(output, bias if it was not added)."""
-        bias = None if self.skip_bias_add else self.bias
-        output = nn.functional.linear(enter(input_, self._ranks), self.weight, bias)
-        if self.gather_output:
-            output = between(output, self._ranks, [self.out_features] * self._ranks.size, -1, (joined, own))
-        return output, self.bias if self.skip_bias_add else None
+        sizes = input_size, output_size
+        super().__init__(mpu, sizes, 0, bias=bias, whole=gather_output, skip_bias_add=skip_bias_add)
 
 
 class RowParallelLinear_Compress(_MpuLinear):
@@ -494,12 +508,5 @@ class RowParallelLinear_Compress(_MpuLinear):
         input_is_parallel: bool = False,
         skip_bias_add: bool = False,
     ) -> None:
-        super().__init__(mpu, (_share(input_size, mpu, "input_size"), output_size), bias, skip_bias_add)
-        self.input_is_parallel = input_is_parallel
-
-    def forward(self, input_: Tensor) -> Any:
-        """(output, bias if it was not added)."""
-        part = input_
-        if not self.input_is_parallel:
-            part = between(input_, self._ranks, [self.in_features] * self._ranks.size, -1, (own, joined))
-        return self._answer(leave(nn.functional.linear(part, self.weight), self._ranks))
+        sizes = input_size, output_size
+        super().__init__(mpu, sizes, 1, bias=bias, whole=not input_is_parallel, skip_bias_add=skip_bias_add)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
 from pydantic import model_validator
@@ -125,50 +125,20 @@ class ActivationQuantizationGroup(TechniqueGroup):
     params: ActivationQuantizationParams = key(ActivationQuantizationParams, "Bits of its inputs.")
 
 
-class PruningParams(Section):
+Of = TypeVar("Of", bound=TechniqueShared)
+"""What the groups of a technique share: it makes sections of equal keys those of one technique."""
+
+
+class PruningParams(Section, Generic[Of]):
     """How much of a group is kept."""
 
     dense_ratio: Ratio | None = key(None, "Share that is kept; must be given.")
 
 
-class SparsePruningParams(PruningParams):
-    """Of sparse pruning."""
-
-
-class SparsePruningGroup(TechniqueGroup):
+class PruningGroup(TechniqueGroup, Generic[Of]):
     """Layers of which the same share is kept."""
 
-    params: SparsePruningParams = key(SparsePruningParams, "How much of it is kept.")
-
-
-class RowPruningParams(PruningParams):
-    """Of row pruning."""
-
-
-class RowPruningGroup(TechniqueGroup):
-    """Layers of which the same share is kept."""
-
-    params: RowPruningParams = key(RowPruningParams, "How much of it is kept.")
-
-
-class HeadPruningParams(PruningParams):
-    """Of head pruning."""
-
-
-class HeadPruningGroup(TechniqueGroup):
-    """Layers of which the same share is kept."""
-
-    params: HeadPruningParams = key(HeadPruningParams, "How much of it is kept.")
-
-
-class ChannelPruningParams(PruningParams):
-    """Of channel pruning."""
-
-
-class ChannelPruningGroup(TechniqueGroup):
-    """Layers of which the same share is kept."""
-
-    params: ChannelPruningParams = key(ChannelPruningParams, "How much of it is kept.")
+    params: PruningParams[Of] = key(PruningParams, "How much of it is kept.")
 
 
 _SNIP = NotBuilt(
@@ -277,21 +247,21 @@ class SparsePruningTechnique(Technique):
     """Weights without most of their elements."""
 
     shared_parameters: SparsePruningShared = key(SparsePruningShared, "What the groups share.")
-    different_groups: dict[str, SparsePruningGroup] = _groups_of("sparse_pruning")
+    different_groups: dict[str, PruningGroup[SparsePruningShared]] = _groups_of("sparse_pruning")
 
 
 class RowPruningTechnique(Technique):
     """Linear layers without some of their outputs."""
 
     shared_parameters: RowPruningShared = key(RowPruningShared, "What the groups share.")
-    different_groups: dict[str, RowPruningGroup] = _groups_of("row_pruning")
+    different_groups: dict[str, PruningGroup[RowPruningShared]] = _groups_of("row_pruning")
 
 
 class HeadPruningTechnique(Technique):
     """Attention without some of its heads; modules are its output layers."""
 
     shared_parameters: HeadPruningShared = key(HeadPruningShared, "What the groups share.")
-    different_groups: dict[str, HeadPruningGroup] = _groups_of("head_pruning")
+    different_groups: dict[str, PruningGroup[HeadPruningShared]] = _groups_of("head_pruning")
 
     def problems(self, path: str) -> Iterator[str]:
         """See `Technique`."""
@@ -304,7 +274,7 @@ class ChannelPruningTechnique(Technique):
     """Convolutions without some of their output channels."""
 
     shared_parameters: ChannelPruningShared = key(ChannelPruningShared, "What the groups share.")
-    different_groups: dict[str, ChannelPruningGroup] = _groups_of("channel_pruning")
+    different_groups: dict[str, PruningGroup[ChannelPruningShared]] = _groups_of("channel_pruning")
 
 
 class LayerReductionConfig(Section):
