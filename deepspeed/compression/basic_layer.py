@@ -505,7 +505,7 @@ class _MpuLinear(LinearLayer_Compress):
         self._ranks = GroupMembers(mpu.get_model_parallel_group())
         self._dim, self._whole, self.skip_bias_add = dim, whole, skip_bias_add
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> Any:
         """As Megatron's layers: (output, the bias if it was not added)."""
         part = enter(input_, self._ranks) if self._dim == 0 else self._crossed(input_, (own, joined))
         output = nn.functional.linear(part, self.weight)
