@@ -57,8 +57,9 @@ class BlockRemoval:
 
     def summed(self, elements: Tensor) -> Tensor:
         """The sums of blocks of what a weight's elements have."""
+        rows, columns = self.block
         flat = elements.flatten(1)
-        return flat.unflatten(1, (-1, self.block[1])).unflatten(0, (-1, self.block[0])).sum((1, 3))
+        return flat.view(len(flat) // rows, rows, -1, columns).sum((1, 3))
 
     def spread(self, blocks: Tensor, shape: torch.Size) -> Tensor:
         """For each element of a weight what its block has."""
