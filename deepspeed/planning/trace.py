@@ -4,8 +4,8 @@
 states; the second uses this; the third is one of many. Memory is looked at in all of them, since the first may need
 most; collectives and work are those of the last. Micro steps between the first and the last of a step are alike: with
 accumulation two are run, and the first counts for those that are not. Of the micro batches of a pipeline the last step
-has as few as make this rank hold as many as in a whole step, where a rank has one stage; the first steps have two, where
-parameters are whole.
+has as few as make this rank hold as many as in a whole step, where a rank has one stage; the first steps have two,
+where parameters are whole.
 """
 
 from __future__ import annotations
