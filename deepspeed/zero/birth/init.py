@@ -19,7 +19,7 @@ from deepspeed.config.schema import Schema
 from deepspeed.errors import FeatureUnavailable, UsageError
 from deepspeed.log import warn_once
 from deepspeed.precision.policy import Precision
-from deepspeed.zero.birth.construct import ParameterConstruction
+from deepspeed.transformers.construct import ParameterConstruction
 from deepspeed.zero.birth.placement import ConstructionSite, DeepSpeedTensorOverride, construction_axis, rank_device
 from deepspeed.zero.birth.touched import TouchedParameters
 from deepspeed.zero.offload import gather_from, remote_of
