@@ -27,9 +27,7 @@ _HALVES = (("lora_A", "lora_weight_1"), ("lora_B", "lora_weight_2"))
 
 def _layers(model: nn.Module, caller: str) -> dict[str, LoRAOptimizedLinear]:
     found = {
-        name: each
-        for name, each in model.named_modules()
-        if isinstance(each, LoRAOptimizedLinear) and each.initialized
+        name: each for name, each in model.named_modules() if isinstance(each, LoRAOptimizedLinear) and each.initialized
     }
     if not found:
         raise UsageError(f"{caller}: the model has no layer with adapters; call init_lora(model) first")
@@ -149,6 +147,6 @@ def _require_plain(config: Any, path: Path) -> None:
     other = [key for key in ("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias") if config.get(key)]
     if other or config.get("bias", "none") != "none":
         raise CheckpointError(
-            f"load_adapters: {path / _CONFIG} asks for {', '.join(other) or 'bias'}, which these layers do not compute; "
-            "load it with PEFT"
+            f"load_adapters: {path / _CONFIG} asks for {', '.join(other) or 'bias'}, which these layers do not "
+            "compute; load it with PEFT"
         )

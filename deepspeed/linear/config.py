@@ -42,7 +42,8 @@ class LoRAConfig:
             raise UsageError(f"LoRAConfig: lora_r is {self.lora_r}, the rank of adapters; expected 1 or more")
         if self.base_weight_sharding < 1:
             raise UsageError(
-                f"LoRAConfig: base_weight_sharding is {self.base_weight_sharding}, a number of ranks; expected 1 or more"
+                f"LoRAConfig: base_weight_sharding is {self.base_weight_sharding}, a number of ranks; expected 1 or "
+                "more"
             )
         if self.offload and not 0 < self.offload_ratio <= 1:
             raise UsageError(

@@ -28,9 +28,7 @@ class LinearInit(ContextDecorator):
     `delay_lora_init` they wait for `init_lora`. With `quant_config` alone every linear layer rests as codes.
     """
 
-    def __init__(
-        self, lora_config: LoRAConfig | None = None, quant_config: LinearQuantization | None = None
-    ) -> None:
+    def __init__(self, lora_config: LoRAConfig | None = None, quant_config: LinearQuantization | None = None) -> None:
         if lora_config is None and quant_config is None:
             raise UsageError("linear.Init: neither lora_config nor quant_config is given; give one or both")
         self._lora, self._quantization = lora_config, quant_config

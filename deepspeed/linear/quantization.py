@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.codec import BlockCodec, Codec
+from deepspeed.comm.codec import Codec
 from deepspeed.errors import UsageError
 from deepspeed.linear.config import LinearQuantization
 from deepspeed.transformers.replacement import whole_shape

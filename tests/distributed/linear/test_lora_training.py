@@ -78,7 +78,9 @@ def expected(form):
         setattr(model, name, Adapted(getattr(model, name), form, seed))
     names = {"a": "lora_weight_1.weight", "b": "lora_weight_2.weight"}
     trained = {
-        f"{layer}.{names[half]}": getattr(getattr(model, layer), half) for layer in ("q_proj", "o_proj") for half in "ab"
+        f"{layer}.{names[half]}": getattr(getattr(model, layer), half)
+        for layer in ("q_proj", "o_proj")
+        for half in "ab"
     }
     before = {name: param.detach().clone() for name, param in trained.items()}
     optimizer, losses = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0), []
