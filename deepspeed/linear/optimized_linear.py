@@ -141,7 +141,7 @@ class LoRAOptimizedLinear(nn.Module):
         if axis is not None or config.offload:
             self._hold(weight.detach(), axis, replicas)
         elif self.codes is not None:
-            self.weight = QuantizedParameter(weight.detach(), False, self.quantization_config, self.codes)
+            QuantizedParameter.adopt(weight, self.codes, self.quantization_config)
         for name, sizes in (
             ("lora_weight_1", (self.input_dim, config.lora_r)),
             ("lora_weight_2", (config.lora_r, self.output_dim)),

@@ -84,6 +84,16 @@ class QuantizedParameter(nn.Parameter):
         return cls._of(codes.encode(data), codes, data.dtype, config)
 
     @classmethod
+    def adopt(cls, param: Any, codes: WeightCodes, config: LinearQuantization | None) -> None:
+        """Let a parameter be its codes from now on; it stays the object that optimizers know."""
+        dtype = param.dtype
+        param.requires_grad_(False)
+        param.grad = None
+        param.data = codes.encode(param.data)
+        param.__class__ = cls
+        param.codes, param.widened, param.quantization_config = codes, dtype, config or LinearQuantization()
+
+    @classmethod
     def _of(
         cls, data: Tensor, codes: WeightCodes, dtype: torch.dtype, config: LinearQuantization
     ) -> QuantizedParameter:
@@ -95,7 +105,7 @@ class QuantizedParameter(nn.Parameter):
         """The weight, in the dtype that it had."""
         return self.codes.decode(self.data, self.widened)
 
-    def to(self, *args: Any, **kwargs: Any) -> QuantizedParameter:  # type: ignore[override]
+    def to(self, *args: Any, **kwargs: Any) -> QuantizedParameter:
         """As `Tensor.to`; the codes stay codes."""
         wanted = torch.empty(0, dtype=self.widened, device=self.device).to(*args, **kwargs)
         blocking = not kwargs.get("non_blocking", False)
@@ -145,7 +155,7 @@ def frozen_product(x: Tensor, held: Tensor, whole: Whole, bias: Tensor | None) -
     """The product, in autocast's dtype inside of that."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    product: Tensor = FrozenProduct.apply(x, held, whole)
+    product: Tensor = FrozenProduct.apply(x, held, whole)  # type: ignore[no-untyped-call]
     return product if bias is None else product + bias.to(product.dtype)
 
 
@@ -159,7 +169,7 @@ def take_codes(module: nn.Module, codes: WeightCodes | None, state_dict: dict[st
 class CodedWeight(nn.Module):
     """A layer whose frozen weight is a parameter of codes, by the class that is put before the layer's own."""
 
-    weight: nn.Parameter
+    weight: Tensor
     codes: WeightCodes
     widened: torch.dtype
 
@@ -173,7 +183,7 @@ class CodedWeight(nn.Module):
             )
         self.codes, self.widened = WeightCodes(codec, weight.shape), weight.dtype
         self.codes.require_groups(type(self).__name__)
-        self.weight = QuantizedParameter(weight.detach(), False, config, self.codes)
+        QuantizedParameter.adopt(weight, self.codes, config)
 
     def full_weight(self) -> Tensor:
         """The weight in the layer's dtype."""
@@ -225,7 +235,7 @@ class CodedEmbedding(CodedWeight, nn.Embedding):
 
 def coded(layer: nn.Module, codec: Codec, config: LinearQuantization | None = None) -> None:
     """Let a plain linear layer or embedding rest as codes; it stays the object that it is."""
-    kind = {nn.Linear: CodedLinear, nn.Embedding: CodedEmbedding}[type(layer)]  # type: ignore[index]
+    kind = {nn.Linear: CodedLinear, nn.Embedding: CodedEmbedding}[type(layer)]
     layer.__class__ = kind
     assert isinstance(layer, CodedWeight), "both kinds are"
     layer.rest(codec, config)
