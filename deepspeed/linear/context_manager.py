@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack, contextmanager
 from difflib import get_close_matches
 from types import TracebackType
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from deepspeed.comm.codec import group_codec
+from deepspeed.config.weight_quantization import WeightQuantizationConfig
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.linear.config import TARGETS, LinearQuantization, LoRAConfig
 from deepspeed.linear.optimized_linear import LoRAOptimizedLinear
@@ -17,6 +21,7 @@ from deepspeed.linear.quantization import CodedWeight, coded
 from deepspeed.log import log_dist
 from deepspeed.memory.tier import ShareInTier, Tier
 from deepspeed.transformers.construct import ParameterConstruction
+from deepspeed.transformers.replacement import whole_shape
 
 __all__ = ["Init", "init_lora"]
 
@@ -87,10 +92,7 @@ Init = LinearInit
 
 def _plain_layers(root: nn.Module) -> dict[str, nn.Linear]:
     """Linear layers by name; without those whose weight another module has too, and subclasses with their own ways."""
-    users: dict[int, int] = {}
-    for module in root.modules():
-        for param in module.parameters(recurse=False):
-            users[id(param)] = users.get(id(param), 0) + 1
+    users = _users(root)
     return {
         name: module
         for name, module in root.named_modules()
@@ -98,15 +100,25 @@ def _plain_layers(root: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
+def _users(root: nn.Module) -> Counter[int]:
+    """How many modules have a parameter, by its id."""
+    return Counter(id(param) for module in root.modules() for param in module.parameters(recurse=False))
+
+
+def _near(parts: Sequence[str], names: Sequence[str]) -> str:
+    """What a reader may have meant."""
+    known = sorted({name.rpartition(".")[2] for name in names})
+    near = [each for part in parts for each in get_close_matches(part, known, 2, 0.4)] or known[:6]
+    return f"names here: {', '.join(dict.fromkeys(near)) or 'none'}"
+
+
 def _targets(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
     """The names that have one of the wanted parts; an error if a part that the user chose finds nothing."""
     idle = [part for part in wanted if not any(part in name for name in names)]
     if len(idle) == len(wanted) or (idle and tuple(wanted) != TARGETS):
-        known = sorted({name.rpartition(".")[2] for name in names})
-        near = [each for part in idle for each in get_close_matches(part, known, 2, 0.4)] or known[:6]
         raise UsageError(
-            f"LoRAConfig: target_mods {idle} match none of the {len(names)} linear layers of the model; names here: "
-            f"{', '.join(dict.fromkeys(near)) or 'none'}"
+            f"LoRAConfig: target_mods {idle} match none of the {len(names)} linear layers of the model; "
+            f"{_near(idle, names)}"
         )
     return [name for name in names if any(part in name for part in wanted)]
 
@@ -163,3 +175,45 @@ def settle(model: nn.Module, dtype: torch.dtype, tensor_ranks: int) -> None:
     for layer in layers.values():
         if isinstance(layer, LoRAOptimizedLinear):
             layer.hold_in(dtype)
+
+
+def quantise_named(model: nn.Module, section: WeightQuantizationConfig) -> None:
+    """Let the layers that `weight_quantization.post_init_quant` names rest as codes, frozen."""
+    wanted = section.post_init_quant if section.enabled else {}
+    matches = {part: [name for name, _ in _with_weights(model) if part in name] for part in wanted}
+    for part, names in matches.items():
+        if not names:
+            _refuse(part, "it finds no linear layer or embedding", _near([part], [n for n, _ in _with_weights(model)]))
+        for other in wanted:
+            both = [] if other == part else [name for name in names if name in matches[other]]
+            if both:
+                _refuse(part, f"{both[0]} matches {other!r}, too", "let one of them match it")
+    layers, users = dict(_with_weights(model)), _users(model)
+    for part, groups in wanted.items():
+        for name in matches[part]:
+            layer: Any = layers[name]
+            if type(layer) not in (nn.Linear, nn.Embedding) or getattr(layer, "max_norm", None) is not None:
+                _refuse(part, f"{name} is a {type(layer).__name__} that computes in its own way", "leave it out")
+            if users[id(layer.weight)] > 1:
+                _refuse(part, f"the weight of {name} is that of another module, too", "leave it out")
+            shape, dim = whole_shape(layer.weight), groups.group_dim
+            if shape[dim] % groups.group_size:
+                found = f"group_size {groups.group_size} does not divide dim {dim} of {name} {tuple(shape)}"
+                _refuse(part, found, f"use one that divides {shape[dim]}")
+            codec = group_codec(groups.num_bits, groups.group_size, symmetric=groups.symmetric)
+            coded(layer, codec, transposed=dim == 0)
+    if wanted:
+        count = sum(map(len, matches.values()))
+        log_dist(f"weight_quantization: the weights of {count} layers rest as codes", [0])
+
+
+def _with_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Linear layers and embeddings that do not rest as codes yet."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)) and not isinstance(module, CodedWeight):
+            yield name, module
+
+
+def _refuse(part: str, found: str, instead: str) -> NoReturn:
+    path = f"weight_quantization.post_init_quant.{part}"
+    raise DeepSpeedConfigError(f"{path}: {found}; {instead}", path=path)

@@ -30,6 +30,8 @@ class WeightCodes:
     codec: Codec
     shape: torch.Size
     rows: int = 1
+    transposed: bool = False
+    """Groups lie along the first dim, of a weight of one row."""
 
     def require_groups(self, name: str) -> None:
         """Refuse groups that do not divide what a rank holds."""
@@ -45,6 +47,8 @@ class WeightCodes:
     def encode(self, values: Tensor) -> Tensor:
         """The codes of a row, or of all of them, where the values lie; made on the accelerator."""
         there = values.detach().to(get_accelerator().current_device_name())
+        if self.transposed:
+            there = there.t()
         flat = there.reshape(-1, self.shape.numel() // self.rows)
         return self.codec.encode(flat).view(-1).to(values.device)
 
@@ -52,7 +56,8 @@ class WeightCodes:
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight that the codes of all rows stand for."""
         out = torch.empty(self.rows, self.shape.numel() // self.rows, dtype=dtype, device=codes.device)
-        return self.codec.decode(codes.view(self.rows, -1), out).view(self.shape)
+        whole = self.codec.decode(codes.view(self.rows, -1), out)
+        return whole.view(self.shape[::-1]).t() if self.transposed else whole.view(self.shape)
 
 
 class QuantizedParameter(nn.Parameter):
@@ -173,7 +178,7 @@ class CodedWeight(nn.Module):
     codes: WeightCodes
     widened: torch.dtype
 
-    def rest(self, codec: Codec, config: LinearQuantization | None = None) -> None:
+    def rest(self, codec: Codec, config: LinearQuantization | None = None, *, transposed: bool = False) -> None:
         """Let the weight, which the layer has whole, become codes."""
         weight = self.weight
         if weight.numel() != torch.Size(whole_shape(weight)).numel():
@@ -181,7 +186,7 @@ class CodedWeight(nn.Module):
                 f"{type(self).__name__}: the weight {whole_shape(weight)} is sharded; build the model outside of "
                 "zero.Init, or ask zero.Init for weight_quantization.quantized_initialization"
             )
-        self.codes, self.widened = WeightCodes(codec, weight.shape), weight.dtype
+        self.codes, self.widened = WeightCodes(codec, weight.shape, transposed=transposed), weight.dtype
         self.codes.require_groups(type(self).__name__)
         QuantizedParameter.adopt(weight, self.codes, config)
 
@@ -233,9 +238,11 @@ class CodedEmbedding(CodedWeight, nn.Embedding):
         return functional.embedding(input, weight, self.padding_idx)
 
 
-def coded(layer: nn.Module, codec: Codec, config: LinearQuantization | None = None) -> None:
+def coded(
+    layer: nn.Module, codec: Codec, config: LinearQuantization | None = None, *, transposed: bool = False
+) -> None:
     """Let a plain linear layer or embedding rest as codes; it stays the object that it is."""
     kind = {nn.Linear: CodedLinear, nn.Embedding: CodedEmbedding}[type(layer)]
     layer.__class__ = kind
     assert isinstance(layer, CodedWeight), "both kinds are"
-    layer.rest(codec, config)
+    layer.rest(codec, config, transposed=transposed)
