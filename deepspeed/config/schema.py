@@ -13,7 +13,7 @@ from deepspeed.log import get_log_level_from_string, log_levels
 
 from .checkpoint import CheckpointConfig
 from .compile import CompileConfig, Fp8Config, FusedKernelsConfig, HybridEngineConfig
-from .compression import CompressionConfig, QuantizeTrainingConfig
+from .compression import CompressionConfig, QuantizeTrainingConfig, WeightQuantizationConfig
 from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from .elasticity import ElasticityConfig
 from .memory import ActivationCheckpointingConfig, AioConfig, MemoryConfig
@@ -59,7 +59,6 @@ from .precision import (
     TorchAutocastConfig,
 )
 from .rules import violations
-from .weight_quantization import WeightQuantizationConfig
 from .zero import DeepSpeedZeroConfig
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed.comm.codec import group_codec
-from deepspeed.config.weight_quantization import WeightQuantizationConfig
+from deepspeed.config.compression import WeightQuantizationConfig
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.linear.config import TARGETS, LinearQuantization, LoRAConfig
 from deepspeed.linear.optimized_linear import LoRAOptimizedLinear

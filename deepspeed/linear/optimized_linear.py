@@ -64,7 +64,10 @@ class OptimizedLinear(nn.Module):
 class LoRAOptimizedLinear(nn.Module):
     """`y = W x + b + (alpha / r) B A x`, of which only `A` and `B` are trained."""
 
+    weight: nn.Parameter | None
     bias: nn.Parameter | None
+    lora_weight_1: nn.Linear
+    lora_weight_2: nn.Linear
 
     def __init__(
         self,
@@ -86,10 +89,11 @@ class LoRAOptimizedLinear(nn.Module):
     @classmethod
     def adopt(cls, layer: nn.Linear, lora: LoRAConfig, quantization: LinearQuantization | None) -> LoRAOptimizedLinear:
         """Make one of a plain layer, which stays the object that it is; `init_lora` follows."""
-        layer.__class__ = cls  # type: ignore[assignment]
-        assert isinstance(layer, LoRAOptimizedLinear), "just made one"
-        layer._begin(layer, lora, quantization, nn.Linear)
-        return layer
+        made: Any = layer
+        made.__class__ = cls
+        made._begin(made, lora, quantization, nn.Linear)
+        result: LoRAOptimizedLinear = made
+        return result
 
     def _begin(
         self,
@@ -130,7 +134,8 @@ class LoRAOptimizedLinear(nn.Module):
         weight, config = self.weight, self.lora_config
         assert weight is not None, "it leaves below"
         self._require_whole(weight)
-        axis = replicas = None
+        axis: AxisGroup | None = None
+        replicas: AxisGroup | None = None
         if config.base_weight_sharding > 1:
             replicas, axis = _sharing(config.base_weight_sharding, weight.numel())
         rows = 1 if axis is None else axis.size

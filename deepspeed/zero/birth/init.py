@@ -166,7 +166,7 @@ class Init(ContextDecorator):
         travel_as_codes(shard, self._ways)
 
 
-def _weights(module: nn.Module) -> Iterator[nn.Parameter]:
+def _weights(module: nn.Module) -> Iterator[torch.Tensor]:
     """What `quantized_initialization` is about."""
     return (each.weight for each in module.modules() if isinstance(each, (nn.Linear, nn.Embedding)))
 
