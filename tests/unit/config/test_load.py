@@ -225,7 +225,7 @@ def test_a_missing_feature_is_told_before_everything_else(config, path):
         ({"weight_quantization": {"num_bits": 4}}, ["weight_quantization.num_bits: no effect: quantized_initializa"]),
         (
             {"weight_quantization": {"enabled": False, "post_init_quant": {"fc": {"num_bits": 4}}}},
-            ["weight_quantization.post_init_quant: no effect: weight_quantization.enabled is false"],
+            ["weight_quantization.post_init_quant.fc.num_bits: no effect: weight_quantization.enabled is false"],
         ),
         ({"autotuning": {"_why": "later"}}, []),
     ],
