@@ -49,6 +49,7 @@ SHORT = {
     "examples/finetune/with_accelerate.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/finetune/with_trainer.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/gpt/memory.py": ["--width", "32"],
+    "examples/lora/train.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/moe/mixtral.py": ["--steps", "3", "--output", "{tmp}"],
     "examples/moe/train.py": ["--steps", "3"],
     "examples/verify/train.py": ["--steps", "4"],
@@ -71,7 +72,7 @@ def example_of(command):
 
 
 def needs_clients(command):
-    return any(folder in example_of(command) for folder in ("finetune", "fast", "mixtral", "serve"))
+    return any(folder in example_of(command) for folder in ("finetune", "fast", "lora", "mixtral", "serve"))
 
 
 def alone():
