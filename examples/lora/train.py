@@ -53,10 +53,8 @@ def main() -> None:
     load_adapters(build(), given.output)
     if engine.global_rank == 0:
         trained = sum(param.numel() for param in engine.module.parameters() if param.requires_grad)
-        print(f"{trained:,} parameters trained; a weight of {layer.input_dim} x {layer.output_dim} takes", end=" ")
-        print(
-            f"{layer.held.nbytes:,} bytes on a rank; loss {losses[0]:.2f} to {losses[-1]:.2f}; adapters in {given.output}"
-        )
+        print(f"{trained:,} parameters trained; loss {losses[0]:.2f} to {losses[-1]:.2f}; adapters in {given.output}")
+        print(f"a weight of {layer.input_dim} x {layer.output_dim} takes {layer.held.nbytes:,} bytes on a rank")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ SHORT = {
     "examples/verify/train.py": ["--steps", "4"],
     "examples/serve/model.py": ["--steps", "2", "--output", "{tmp}"],
 }
+MODELS = {"pytorch_model.bin", "model.safetensors", "adapter_model.safetensors"}
 ELSEWHERE = {
     "examples/elastic/train.py": "tests/distributed/elasticity/test_elastic_example.py",
     "examples/gpt/train.py": "tests/unit/examples/test_gpt_script.py",
@@ -372,7 +373,7 @@ def test_example(command, tmp_path):
     with Warm() as python, Launched(words, tmp_path, main=at_the_root, environ=alone(), python=python) as job:
         assert job.wait(300) == 0, job.output() + job.errors()
     if "--output" in short:
-        assert {path.name for path in (tmp_path / "output").iterdir()} & {"pytorch_model.bin", "model.safetensors"}
+        assert {path.name for path in (tmp_path / "output").iterdir()} & MODELS
 
 
 @pytest.mark.parametrize("command", of("deepspeed.run_page", "deepspeed.profiling.trace"), ids=str)
