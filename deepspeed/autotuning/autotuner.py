@@ -18,7 +18,6 @@ from deepspeed.autotuning.report import Record, page, summary
 from deepspeed.autotuning.scheduler import BudgetSpent, Ending, Experiment, Outcome, ResourceManager
 from deepspeed.autotuning.space import Candidate, SearchSpace
 from deepspeed.autotuning.tuner import ExperimentOrder, GridSearchTuner, ModelBasedTuner, RandomTuner
-from deepspeed.config.autotuning import DeepSpeedAutotuningConfig
 from deepspeed.config.load import load
 from deepspeed.config.read import read
 from deepspeed.errors import UsageError

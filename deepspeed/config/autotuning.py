@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from .model import Lower, NoEffect, Number, PositiveCount, Section, key
+
+__all__ = ["AutotuningModelInfo", "DeepSpeedAutotuningConfig"]
 
 _NUMBER_OF_PARAMETERS = NoEffect("memory of a model's states follows from model_info.num_params alone")
 
@@ -48,9 +49,9 @@ class DeepSpeedAutotuningConfig(Section):
     metric: Annotated[Literal["throughput", "latency", "flops"], Lower, BeforeValidator(_metric)] = key(
         "throughput", "What is best: most samples per second, the shortest step, or most operations per device."
     )
-    metric_path: Path = key(Path("autotuning_metric.json"), "File into which an engine writes what it measured.")
+    metric_path: str = key("autotuning_metric.json", "File into which an engine writes what it measured.")
     model_info: AutotuningModelInfo = key(AutotuningModelInfo, "What is known of the model before the search.")
-    model_info_path: Path = key(Path("autotuning_model_info.json"), "File of model_info.profile.")
+    model_info_path: str = key("autotuning_model_info.json", "File of model_info.profile.")
     tuner_type: Annotated[Literal["model_based", "gridsearch", "random"], Lower] = key(
         "model_based", "Order of the experiments: best forecast first, as listed, or at random."
     )

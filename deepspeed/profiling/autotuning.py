@@ -112,16 +112,16 @@ class TuningRun:
         self._steps += 1
         self._tell_progress()
         if self._section.model_info.profile:
-            self._leave(self._section.model_info_path, self._model_info)
+            self._leave(Path(self._section.model_info_path), self._model_info)
         if self._steps == self._section.start_profile_step:
             self._profiler.end_profile()
             self._began = _now()
         elif self._steps == self._section.end_profile_step + 1:
-            self._leave(self._section.metric_path, self._metrics)
+            self._leave(Path(self._section.metric_path), self._metrics)
 
     def _tell_progress(self) -> None:
         if self._writes:
-            file = self._section.metric_path
+            file = Path(self._section.metric_path)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.with_suffix(PROGRESS).write_text(str(self._steps), encoding="ascii")
 
