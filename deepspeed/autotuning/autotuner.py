@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed.autotuning.forecast import Forecast, planned
 from deepspeed.autotuning.job import TunedJob
-from deepspeed.autotuning.report import Record, page, summary
+from deepspeed.autotuning.report import ExperimentRecord, page, summary
 from deepspeed.autotuning.scheduler import BudgetSpent, Ending, Experiment, Outcome, ResourceManager
 from deepspeed.autotuning.space import Candidate, SearchSpace
 from deepspeed.autotuning.tuner import ExperimentOrder, GridSearchTuner, ModelBasedTuner, RandomTuner
@@ -56,10 +56,10 @@ class Autotuner:
             for name in (self._config.results_dir, self._config.exps_dir):
                 shutil.rmtree(name, ignore_errors=True)
         self._runs = ResourceManager(self._job, self._config, deadline)
-        self._records: list[Record] = []
+        self._records: list[ExperimentRecord] = []
 
     @property
-    def best(self) -> Record | None:
+    def best(self) -> ExperimentRecord | None:
         """The best experiment so far."""
         measured = [record for record in self._records if record.value is not None]
         sign = -1 if self._config.metric == "latency" else 1
@@ -127,7 +127,7 @@ class Autotuner:
         outcome = self._runs.run(self._experiment(candidate))
         order.tell(candidate, outcome)
         value = outcome.metrics.get(_VALUES[self._config.metric])
-        self._records.append(Record(candidate, outcome, value))
+        self._records.append(ExperimentRecord(candidate, outcome, value))
         shown = outcome.reason if value is None else f"{self._config.metric} {value:.6g}"
         logger.info("%s, %s after %.0f s: %s", candidate.name, outcome.ending.value, outcome.seconds, shown)
         if len(self._records) == 1 and outcome.ending in (Ending.FAILED, Ending.SHORT, Ending.HUNG):

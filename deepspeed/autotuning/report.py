@@ -24,7 +24,7 @@ table { border-collapse: collapse; } td, th { padding: 0.2rem 0.8rem 0.2rem 0; t
 
 
 @dataclass(frozen=True)
-class Record:
+class ExperimentRecord:
     """An experiment that was run; `value` is that of the metric, None where nothing was measured."""
 
     candidate: Candidate
@@ -32,16 +32,16 @@ class Record:
     value: float | None
 
 
-def _best(records: Sequence[Record], metric: str) -> Record | None:
+def _best(records: Sequence[ExperimentRecord], metric: str) -> ExperimentRecord | None:
     sign = -1 if metric == "latency" else 1
     return max((each for each in records if each.value is not None), key=lambda each: sign * _of(each), default=None)
 
 
-def _of(record: Record) -> float:
+def _of(record: ExperimentRecord) -> float:
     return math.nan if record.value is None else record.value
 
 
-def summary(records: Sequence[Record], metric: str) -> str:
+def summary(records: Sequence[ExperimentRecord], metric: str) -> str:
     """A row for each stage, and one for all."""
     rows = [("tuning_space", "num_experiments", "best_metric_val", "best_exp_name")]
     spaces = {f"z{stage}": [each for each in records if each.candidate.stage == stage] for stage in range(4)}
@@ -55,7 +55,7 @@ def summary(records: Sequence[Record], metric: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def page(records: Sequence[Record], pruned: Mapping[Candidate, str], metric: str) -> str:
+def page(records: Sequence[ExperimentRecord], pruned: Mapping[Candidate, str], metric: str) -> str:
     """The whole file."""
     title = f"Autotuning for {metric}"
     best = _best(records, metric)
@@ -72,7 +72,7 @@ def page(records: Sequence[Record], pruned: Mapping[Candidate, str], metric: str
     return f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>{body}</body></html>\n'
 
 
-def _table(records: Sequence[Record], metric: str) -> str:
+def _table(records: Sequence[ExperimentRecord], metric: str) -> str:
     names = ("experiment", _UNITS[metric], "ending", "memory", "run in", "why")
     rows = ["".join(f"<th>{name}</th>" for name in names)]
     for each in records:
@@ -90,7 +90,7 @@ def _table(records: Sequence[Record], metric: str) -> str:
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
-def _chart(records: Sequence[Record], metric: str) -> str:
+def _chart(records: Sequence[ExperimentRecord], metric: str) -> str:
     """The metric over the micro batch, a colour for each stage."""
     measured = [each for each in records if each.value is not None]
     if not measured:

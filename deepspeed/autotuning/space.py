@@ -84,7 +84,7 @@ class SearchSpace:
         if not candidates:
             raise DeepSpeedConfigError(
                 f"autotuning: no micro batch between {self._config.min_train_micro_batch_size_per_gpu} and "
-                f"{self._config.max_train_micro_batch_size_per_gpu} makes a batch of {TRAIN} {train}, between "
+                f"{self._config.max_train_micro_batch_size_per_gpu} makes a batch for {TRAIN} {train}, between "
                 f"min_train_batch_size {self._config.min_train_batch_size} and max_train_batch_size "
                 f"{self._config.max_train_batch_size}, on {self.replicas} replicas; change one of them",
                 path="autotuning",
@@ -122,10 +122,9 @@ class SearchSpace:
         value = self._value(STAGE)
         offloaded = any(self._value(f"zero_optimization.{name}.device") == "cpu" for name in ("offload_optimizer",))
         least = 3 if self._value("zero_optimization.offload_param.device") == "cpu" else int(offloaded)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return [value]
-        if isinstance(value, list) and value and all(each in (0, 1, 2, 3) for each in value):
-            return list(dict.fromkeys(value))
+        listed = value if isinstance(value, list) else [value]
+        if listed and all(type(each) is int and 0 <= each <= 3 for each in listed):
+            return list(dict.fromkeys(listed))
         if value in (None, "auto", "all"):
             return list(range(least, 4))
         raise DeepSpeedConfigError(
@@ -156,10 +155,8 @@ class SearchSpace:
         config, train, listed = self._config, self._value(TRAIN), self._value(MICRO)
         least, most = config.min_train_micro_batch_size_per_gpu, config.max_train_micro_batch_size_per_gpu
         powers = itertools.takewhile(lambda size: size <= most, (least << power for power in range(32)))
-        sizes = set(listed if isinstance(listed, list) else powers)
-        own = self._number(MICRO)
-        if own is not None and not isinstance(listed, list):
-            sizes.add(own)
+        open_sizes = range(least, min(most, train) + 1) if isinstance(train, int) else powers
+        sizes = set(listed if isinstance(listed, list) else [*open_sizes, self._number(MICRO)])
         steps = self._value(STEPS)
         counts = steps if isinstance(steps, list) else [self._number(STEPS) or 1]
         for micro in sorted(size for size in sizes if isinstance(size, int) and least <= size <= most):

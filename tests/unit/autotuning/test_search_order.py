@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed.autotuning.forecast import Forecast, StageForecast, Trace
 from deepspeed.autotuning.job import TunedJob
-from deepspeed.autotuning.report import Record, page, summary
+from deepspeed.autotuning.report import ExperimentRecord, page, summary
 from deepspeed.autotuning.scheduler import Ending, Outcome
 from deepspeed.autotuning.space import SearchSpace
 from deepspeed.autotuning.tuner import GridSearchTuner, ModelBasedTuner, RandomTuner
@@ -36,7 +36,7 @@ def batches(found):
 
 def test_micro_batches_keep_the_batch_that_is_given():
     found = space({"train_batch_size": 48, "zero_optimization": {"stage": 2}})
-    assert batches(found) == [(1, 12), (2, 6), (4, 3), (12, 1)]
+    assert batches(found) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
     assert found.baseline.name == "z2_gas1_tmbspg12"
     assert found.baseline.config({"train_batch_size": 48, "autotuning": {}}, 4) == {
         "train_batch_size": 48,
@@ -80,6 +80,7 @@ def test_stages_and_lists_of_values():
         ({"zero_optimization": {"stage": 7}}, {}, "zero_optimization.stage is 7"),
         ({}, {"mp_size": 3}, "autotuning.mp_size 3"),
         ({"train_batch_size": 6}, {}, "train_batch_size 6"),
+        ({"zero_optimization": {"stage": [True]}}, {}, "zero_optimization.stage is"),
         ({LIST.split(".")[0]: {LIST.split(".")[1]: []}}, {}, "is an empty list"),
     ],
 )
@@ -198,8 +199,11 @@ def test_the_report_has_the_best_of_each_stage():
     found = space(GIVEN)
     some = [each for each in found.candidates() if each.micro == 4][::6]
     metrics = {"max_mem_per_gpu": 2**30}
-    records = [Record(each, Outcome(Ending.MEASURED, 1.0, metrics), 10.0 - number) for number, each in enumerate(some)]
-    records.append(Record(found.baseline, Outcome(Ending.FAILED, 1.0, reason="<script>"), None))
+    records = [
+        ExperimentRecord(each, Outcome(Ending.MEASURED, 1.0, metrics), 10.0 - number)
+        for number, each in enumerate(some)
+    ]
+    records.append(ExperimentRecord(found.baseline, Outcome(Ending.FAILED, 1.0, reason="<script>"), None))
     rows = [[cell.strip() for cell in line.split("|")] for line in summary(records, "throughput").splitlines()]
     assert rows[0] == ["tuning_space", "num_experiments", "best_metric_val", "best_exp_name"]
     assert [row[:3] for row in rows[1:]] == [
