@@ -53,8 +53,7 @@ class Autotuner:
         deadline = None if minutes is None else time.monotonic() + self._seconds
         self._folder = Path(self._config.results_dir).resolve()
         if self._config.overwrite:
-            for name in (self._config.results_dir, self._config.exps_dir):
-                shutil.rmtree(name, ignore_errors=True)
+            self._forget()
         self._runs = ResourceManager(self._job, self._config, deadline)
         self._records: list[ExperimentRecord] = []
 
@@ -101,6 +100,14 @@ class Autotuner:
 
     def _optimal(self, config: Mapping[str, Any]) -> list[str]:
         return self._job.command(self._folder / OPTIMAL, config, self._config.arg_mappings or {})
+
+    def _forget(self) -> None:
+        """Delete results of earlier searches, and nothing else that lies in their folders."""
+        for file in self._folder.glob("*/exp.json"):
+            Path(self._config.exps_dir, f"{file.parent.name}.json").unlink(missing_ok=True)
+            shutil.rmtree(file.parent)
+        for name in ("device.json", "forecast.json", OPTIMAL, COMMAND, SUMMARY, REPORT):
+            (self._folder / name).unlink(missing_ok=True)
 
     def _forecast(self) -> Forecast:
         forecast = planned(self._job, self._space, self._given, self._folder, self._seconds / 2)

@@ -9,18 +9,12 @@ from html import escape
 
 from deepspeed.autotuning.scheduler import Outcome
 from deepspeed.autotuning.space import Candidate
+from deepspeed.planning.page import document, picture
 
 _COLOURS = ("#3b76c4", "#d9622b", "#4c9a52", "#8d5bb5")
 """Of the stages."""
 _WIDTH, _HEIGHT, _EDGE = 960, 320, 40
 _UNITS = {"throughput": "samples/s", "latency": "ms per step", "flops": "operations/s per device"}
-_STYLE = """
-:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
-body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-svg { width: 100%; height: auto; } svg text { fill: currentColor; font-size: 12px; }
-table { border-collapse: collapse; } td, th { padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; vertical-align: top; }
-.key { display: inline-block; width: 0.8em; height: 0.8em; margin: 0 0.4em 0 1em; }
-"""
 
 
 @dataclass(frozen=True)
@@ -67,9 +61,7 @@ def page(records: Sequence[ExperimentRecord], pruned: Mapping[Candidate, str], m
     if pruned:
         rows = "".join(f"<tr><td>{escape(each.name)}</td><td>{escape(why)}</td></tr>" for each, why in pruned.items())
         parts.append(f"<h2>Not run</h2><table>{rows}</table>")
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    body = "\n".join(parts)
-    return f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>{body}</body></html>\n'
+    return document(title, parts)
 
 
 def _table(records: Sequence[ExperimentRecord], metric: str) -> str:
@@ -109,6 +101,5 @@ def _chart(records: Sequence[ExperimentRecord], metric: str) -> str:
         marks.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="6" fill="{colour}"><title>{said}</title></circle>')
     stages = sorted({each.candidate.stage for each in measured})
     keys = "".join(f'<span class="key" style="background:{_COLOURS[stage]}"></span>stage {stage}' for stage in stages)
-    label = f"{metric} over the micro batch"
-    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + 24}" role="img" aria-label="{label}">{"".join(marks)}</svg>'
+    svg = picture(_HEIGHT + 24, f"{metric} over the micro batch", marks)
     return f"<p>{keys}</p>{svg}<p>micro batch</p>"
