@@ -150,7 +150,7 @@ def _run(file: Path, out: Path, log: Path, job: TunedJob, seconds: float) -> Non
     with open(log, "wb") as text:
         try:
             subprocess.run(
-                [sys.executable, "-m", "deepspeed.autotuning.forecast", str(file), str(out)],
+                [sys.executable, "-u", "-m", "deepspeed.autotuning.forecast", str(file), str(out)],
                 stdin=subprocess.DEVNULL,
                 stdout=text,
                 stderr=text,

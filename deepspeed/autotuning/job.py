@@ -83,7 +83,7 @@ class TunedJob:
 
     def program(self, command: Sequence[str]) -> list[str]:
         """The command with the interpreter of this process."""
-        return [sys.executable, "-m", "deepspeed.launcher.runner", *command]
+        return [sys.executable, "-u", "-m", "deepspeed.launcher.runner", *command]
 
     @property
     def digest(self) -> str:

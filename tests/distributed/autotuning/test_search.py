@@ -29,7 +29,7 @@ def search(mode, folder, python):
 
 
 @pytest.mark.slow
-@ranks(1, init=False)
+@ranks(1, init=False, timeout=900)
 def test_a_search_that_was_killed_goes_on_and_its_best_config_runs(tmp_path):
     folder = Path(tmp_path)
     os.chdir(folder)
