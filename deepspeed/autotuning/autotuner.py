@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from deepspeed.autotuning.forecast import Forecast, planned
 from deepspeed.autotuning.job import TunedJob
@@ -144,7 +144,7 @@ class Autotuner:
         report = page(self._records, order.pruned, self._config.metric)
         (self._folder / REPORT).write_text(report, encoding="utf-8")
 
-    def _stop(self, name: str, outcome: Outcome) -> None:
+    def _stop(self, name: str, outcome: Outcome) -> NoReturn:
         raise UsageError(
             f"the first run, {name}, {outcome.ending.value}: {outcome.reason}\nIts output is in {self._folder / name}; "
             "no further run was started"

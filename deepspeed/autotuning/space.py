@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +155,7 @@ class SearchSpace:
         config, train, listed = self._config, self._value(TRAIN), self._value(MICRO)
         least, most = config.min_train_micro_batch_size_per_gpu, config.max_train_micro_batch_size_per_gpu
         powers = itertools.takewhile(lambda size: size <= most, (least << power for power in range(32)))
-        open_sizes = range(least, min(most, train) + 1) if isinstance(train, int) else powers
+        open_sizes: Iterable[int] = range(least, min(most, train) + 1) if isinstance(train, int) else powers
         sizes = set(listed if isinstance(listed, list) else [*open_sizes, self._number(MICRO)])
         steps = self._value(STEPS)
         counts = steps if isinstance(steps, list) else [self._number(STEPS) or 1]

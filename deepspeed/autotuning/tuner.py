@@ -176,7 +176,8 @@ class ModelBasedTuner(ExperimentOrder):
         groups: dict[tuple[int, object], dict[int, float]] = {}
         for candidate, seconds in self.measured.items():
             groups.setdefault((candidate.stage, candidate.extras), {})[candidate.micro] = seconds / candidate.steps
-        points = max(groups.values(), key=len, default={})
+        none: dict[int, float] = {}
+        points = max(groups.values(), key=len, default=none)
         if len(points) < 2:
             return _OVERHEAD, 1.0
         middle, mean = sum(points) / len(points), sum(points.values()) / len(points)
