@@ -8,7 +8,6 @@ from pathlib import Path
 
 FEATURES = {
     "DeepCompile": "compiled graphs over sharded parameters, and passes over them",
-    "autotuning": "the search for a config",
     "compression": "eigenvalues and the quantiser of MoQ as classes",
     "hybrid engine": "helpers of its graphs",
     "kernels": "Evoformer attention, floating point quantisation",

@@ -57,6 +57,7 @@ SHORT = {
 }
 MODELS = {"pytorch_model.bin", "model.safetensors", "adapter_model.safetensors"}
 ELSEWHERE = {
+    "examples/autotune/train.py": "tests/distributed/autotuning/test_search.py",
     "examples/elastic/train.py": "tests/distributed/elasticity/test_elastic_example.py",
     "examples/gpt/train.py": "tests/unit/examples/test_gpt_script.py",
     "examples/ray/train.py": "tests/distributed/elasticity/test_ray_train.py",
