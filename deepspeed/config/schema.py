@@ -13,7 +13,7 @@ from deepspeed.log import get_log_level_from_string, log_levels
 
 from .checkpoint import CheckpointConfig
 from .compile import CompileConfig, Fp8Config, FusedKernelsConfig, HybridEngineConfig
-from .compression import CompressionConfig, QuantizeTrainingConfig
+from .compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingConfig
 from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from .elasticity import ElasticityConfig
 from .memory import ActivationCheckpointingConfig, AioConfig, MemoryConfig
@@ -257,7 +257,11 @@ class Schema(ConfigModel):
     quantize_training: QuantizeTrainingConfig = key(
         QuantizeTrainingConfig, "MoQ: every weight loses bits as training goes on."
     )
-    eigenvalue: Unbuilt = key(Unbuilt, "Curvature per layer, for the pace of quantisation.", NotBuilt("eigenvalue"))
+    eigenvalue: EigenvalueConfig = key(
+        EigenvalueConfig,
+        "MoQ: blocks along which the loss bends more keep their bits longer.",
+        NoEffect("quantize_training.enabled is false", lambda c: not c.quantize_training.enabled),
+    )
     weight_quantization: Unbuilt = key(
         Unbuilt,
         "Quantised weights for inference with ZeRO.",
