@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,6 +145,7 @@ class BlockCurvature:
             slopes = dict(
                 zip(every, torch.autograd.grad(loss * scale, every, create_graph=True, allow_unused=True), strict=True)
             )
+            _require_twice(slopes.values())
             raw = [
                 self.eigenvalue.power_iteration(
                     [slopes[param] for param in params],
@@ -176,3 +177,17 @@ class BlockCurvature:
         comm.all_reduce(flat, group=self._axis.group)
         parts = (flat / self._axis.size).split([each.numel() for each in products])
         return [part.view(each.shape) for part, each in zip(parts, products, strict=True)]
+
+
+def _require_twice(slopes: Iterable[Tensor | None]) -> None:
+    """Refuse a graph with functions that can be differentiated once: torch would leave out what goes through them."""
+    left: list[Any] = [slope.grad_fn for slope in slopes if slope is not None]
+    seen = set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "torch::autograd::Error":
+            raise RuntimeError("a function of the model is marked once_differentiable")
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]

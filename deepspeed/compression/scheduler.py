@@ -55,7 +55,7 @@ class compression_scheduler:
         if any(pace.bits > pace.rounding.target_bits and reached >= pace.edge for _, pace in paces):
             for block, factor in curvature.factors(loss, scale, self.training_steps).items():
                 for name, pace in paces:
-                    if name.startswith(block):
+                    if f"{name}.".startswith(block):
                         pace.factor = factor
 
     def state_dict(self) -> dict[str, Any]:
