@@ -71,7 +71,7 @@ def test_techniques_that_are_off_are_not_checked():
 def test_eigenvalues_belong_to_moq():
     section = {"enabled": True, "stability": 0, "layer_name": "layers"}
     alone = DeepSpeedConfig({**BASE, "eigenvalue": section}, world_size=1)
-    assert "eigenvalue: no effect: quantize_training.enabled is false" in str(alone.notes[0])
+    assert "eigenvalue.layer_name: no effect: quantize_training.enabled is false" in str(alone.notes[0])
     for given in (
         {"quantize_training": {"enabled": True}, "eigenvalue": section},
         {"quantize_training": {"enabled": True, "eigenvalue": section}},
