@@ -13,7 +13,7 @@ from deepspeed.log import get_log_level_from_string, log_levels
 
 from .checkpoint import CheckpointConfig
 from .compile import CompileConfig, Fp8Config, FusedKernelsConfig, HybridEngineConfig
-from .compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingConfig
+from .compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingConfig, WeightQuantizationConfig
 from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from .elasticity import ElasticityConfig
 from .memory import ActivationCheckpointingConfig, AioConfig, MemoryConfig
@@ -95,10 +95,6 @@ def _no_technique(schema: Any) -> bool:
     return not data.techniques and True in (data.enabled, data.data_sampling.enabled, data.data_routing.enabled)
 
 
-def _names_weights(section: Unbuilt) -> bool:
-    return bool(section.given.get("quantized_initialization") or section.given.get("post_init_quant"))
-
-
 class Schema(ConfigModel):
     """Every key of the config, with its default: each valid by itself and together with the others."""
 
@@ -145,7 +141,7 @@ class Schema(ConfigModel):
     seq_parallel_communication_data_type: DtypeName | None = key(
         "fp32", "Dtype in which gradients are reduced when sequences are split over ranks."
     )
-    sparse_gradients: bool = key(False, "Whether gradients of embeddings are reduced in sparse form.")
+    sparse_gradients: bool = key(False, "Whether only the touched rows of gradients of embeddings travel.")
     zero_allow_untested_optimizer: bool = key(False, "Whether ZeRO accepts an optimizer class outside the tested list.")
     zero_force_ds_cpu_optimizer: bool = key(
         True,
@@ -262,14 +258,8 @@ class Schema(ConfigModel):
         "MoQ: blocks along which the loss bends more keep their bits longer.",
         NoEffect("quantize_training.enabled is false", lambda c: not c.quantize_training.enabled),
     )
-    weight_quantization: Unbuilt = key(
-        Unbuilt,
-        "Quantised weights for inference with ZeRO.",
-        NotBuilt("weight quantisation", _names_weights),
-        NoEffect(
-            "only quantized_initialization and post_init_quant say what is quantised",
-            lambda c: not _names_weights(c.weight_quantization),
-        ),
+    weight_quantization: WeightQuantizationConfig = key(
+        WeightQuantizationConfig, "Frozen weights that rest in 4 or 8 bits."
     )
     hybrid_engine: HybridEngineConfig = key(HybridEngineConfig, "Training and generation with one set of weights.")
     sparse_attention: ForeignOptions = key(

@@ -440,7 +440,6 @@ _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 COMING: dict[str, str] = {
     "deepspeed.autotuning": "python -m deepspeed.config check and ds_preflight estimate memory",
     "deepspeed.compile": "set compile in the config, or use torch.compile",
-    "deepspeed.linear": "PEFT has LoRA and quantised linear layers",
     "deepspeed.nebula": "checkpoints are saved in the background with checkpoint.writer in the config",
     "deepspeed.ops.deepspeed4science": "use torch's scaled_dot_product_attention with a bias as its mask",
     "deepspeed.ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",

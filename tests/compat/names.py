@@ -13,7 +13,6 @@ FEATURES = {
     "hybrid engine": "helpers of its graphs",
     "kernels": "Evoformer attention, floating point quantisation",
     "inference": "the config of a layer of DeepSpeed's injected kernels",
-    "linear": "LoRA and quantised linear layers",
     "rollout": "continuous batches and distillation, as helpers",
     "sparse attention": "attention over blocks",
 }

@@ -192,7 +192,6 @@ def test_a_section_that_is_switched_off_is_off_on_purpose():
 @pytest.mark.parametrize(
     ("config", "path"),
     [
-        ({"weight_quantization": {"post_init_quant": {"fc": {"num_bits": 8}}}}, "weight_quantization"),
         ({"amp": {"enabled": True, "opt_level": "O1"}, "fp16": {"enabled": True}}, "amp"),
         ({"autotuning": {"enabled": "true", "fast": False}}, "autotuning"),
     ],
@@ -201,7 +200,7 @@ def test_a_missing_feature_is_told_before_everything_else(config, path):
     with pytest.raises(FeatureUnavailable, match="not part of this version yet") as caught:
         DeepSpeedConfig({**BASE, **config})
     assert caught.value.path == path
-    if path != "weight_quantization" and config.get("autotuning") is None:  # of what is not valid, switches are seen
+    if config.get("autotuning") is None:  # of what is not valid, switches are seen
         beside = failure({**BASE, **config, "gradient_cliping": 1})
         assert not isinstance(beside, FeatureUnavailable)
         assert beside.path == path
@@ -223,7 +222,11 @@ def test_a_missing_feature_is_told_before_everything_else(config, path):
         ({"compression_training": {"row_pruning": {"shared_parameters": {"enabled": False}}}}, []),
         ({"data_efficiency": {"data_sampling": {"enabled": False}}}, []),
         ({"data_efficiency": {"enabled": True}}, ["data_efficiency.enabled: no effect: none of its techniques"]),
-        ({"weight_quantization": {"num_bits": 4}}, ["weight_quantization.num_bits: no effect: only quantized_init"]),
+        ({"weight_quantization": {"num_bits": 4}}, ["weight_quantization.num_bits: no effect: quantized_initializa"]),
+        (
+            {"weight_quantization": {"enabled": False, "post_init_quant": {"fc": {"num_bits": 4}}}},
+            ["weight_quantization.post_init_quant.fc.num_bits: no effect: weight_quantization.enabled is false"],
+        ),
         ({"autotuning": {"_why": "later"}}, []),
     ],
 )
