@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, model_vali
 
 from deepspeed.log import get_log_level_from_string, log_levels
 
+from .autotuning import DeepSpeedAutotuningConfig
 from .checkpoint import CheckpointConfig
 from .compile import CompileConfig, Fp8Config, FusedKernelsConfig, HybridEngineConfig
 from .compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingConfig, WeightQuantizationConfig
@@ -312,7 +313,7 @@ class Schema(ConfigModel):
     )
 
     # Programs around training
-    autotuning: Unbuilt = key(Unbuilt, "Search for the fastest config.", NotBuilt("the autotuner"))
+    autotuning: DeepSpeedAutotuningConfig = key(DeepSpeedAutotuningConfig, "Search for the fastest config.")
     elasticity: ElasticityConfig = key(ElasticityConfig, "One batch size for many numbers of GPUs.")
 
     @property

@@ -14,6 +14,7 @@ MOVED: dict[str, str] = {
     "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator",
     "deepspeed.accelerator.sdaa_accelerator": "deepspeed.accelerator.vendors",
     "deepspeed.accelerator.xpu_accelerator": "deepspeed.accelerator.vendors",
+    "deepspeed.autotuning.config": "deepspeed.config.autotuning",
     "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.compile.config": "deepspeed.config.compile",
     "deepspeed.git_version_info": "deepspeed.published.git_version_info",
@@ -438,7 +439,6 @@ _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 
 # module or name of a feature that is still to come, with all below it → what to use meanwhile
 COMING: dict[str, str] = {
-    "deepspeed.autotuning": "python -m deepspeed.config check and ds_preflight estimate memory",
     "deepspeed.compile": "set compile in the config, or use torch.compile",
     "deepspeed.nebula": "checkpoints are saved in the background with checkpoint.writer in the config",
     "deepspeed.ops.deepspeed4science": "use torch's scaled_dot_product_attention with a bias as its mask",

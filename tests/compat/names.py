@@ -8,7 +8,6 @@ from pathlib import Path
 
 FEATURES = {
     "DeepCompile": "compiled graphs over sharded parameters, and passes over them",
-    "autotuning": "the search for a config",
     "compression": "the quantiser of MoQ as a class",
     "hybrid engine": "helpers of its graphs",
     "kernels": "Evoformer attention, floating point quantisation",

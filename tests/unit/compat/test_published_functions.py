@@ -81,11 +81,11 @@ def test_version_is_text():
 
 
 def test_names_to_come_are_told_apart_from_a_broken_installation():
-    assert not hasattr(deepspeed, "autotuning")
-    with pytest.raises(AttributeError, match=r"deepspeed.autotuning is not part of this version yet; until then"):
-        deepspeed.autotuning  # noqa: B018
-    for name in ("deepspeed.autotuning.autotuner", "deepspeed.nebula.config"):
-        with pytest.raises(ImportError, match=r"deepspeed\.(autotuning|nebula)[.\w]* is not part of this version yet"):
+    assert not hasattr(deepspeed, "nebula")
+    with pytest.raises(AttributeError, match=r"deepspeed.nebula is not part of this version yet; until then"):
+        deepspeed.nebula  # noqa: B018
+    for name in ("deepspeed.nebula", "deepspeed.nebula.config"):
+        with pytest.raises(ImportError, match=r"deepspeed\.nebula[.\w]* is not part of this version yet"):
             importlib.import_module(name)
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'deepspeed\.nothing'"):
         importlib.import_module("deepspeed.nothing")

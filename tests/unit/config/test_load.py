@@ -152,7 +152,7 @@ def test_only_the_first_rank_logs(name, warnings, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "path"),
     [
-        ({"autotuning": {"tuner": {"enabled": [1]}, "enabled": {}}}, "autotuning"),
+        ({"nebula": {"tier": {"enabled": [1]}, "enabled": {}}}, "nebula"),
         ({"compile": {"deepcompile": True, "passes": "z2", "region": 7}}, "compile.deepcompile"),
     ],
 )
@@ -193,14 +193,14 @@ def test_a_section_that_is_switched_off_is_off_on_purpose():
     ("config", "path"),
     [
         ({"amp": {"enabled": True, "opt_level": "O1"}, "fp16": {"enabled": True}}, "amp"),
-        ({"autotuning": {"enabled": "true", "fast": False}}, "autotuning"),
+        ({"nebula": {"enabled": "true", "fast": False}}, "nebula"),
     ],
 )
 def test_a_missing_feature_is_told_before_everything_else(config, path):
     with pytest.raises(FeatureUnavailable, match="not part of this version yet") as caught:
         DeepSpeedConfig({**BASE, **config})
     assert caught.value.path == path
-    if config.get("autotuning") is None:  # of what is not valid, switches are seen
+    if config.get("nebula") is None:  # of what is not valid, switches are seen
         beside = failure({**BASE, **config, "gradient_cliping": 1})
         assert not isinstance(beside, FeatureUnavailable)
         assert beside.path == path
@@ -227,7 +227,7 @@ def test_a_missing_feature_is_told_before_everything_else(config, path):
             {"weight_quantization": {"enabled": False, "post_init_quant": {"fc": {"num_bits": 4}}}},
             ["weight_quantization.post_init_quant.fc.num_bits: no effect: weight_quantization.enabled is false"],
         ),
-        ({"autotuning": {"_why": "later"}}, []),
+        ({"nebula": {"_why": "later"}}, []),
     ],
 )
 def test_keys_of_a_missing_feature_that_is_not_asked_for_are_told(config, said):
