@@ -8,7 +8,7 @@ from pathlib import Path
 
 FEATURES = {
     "DeepCompile": "compiled graphs over sharded parameters, and passes over them",
-    "compression": "eigenvalues and the quantiser of MoQ as classes",
+    "compression": "the quantiser of MoQ as a class",
     "hybrid engine": "helpers of its graphs",
     "kernels": "Evoformer attention, floating point quantisation",
     "inference": "the config of a layer of DeepSpeed's injected kernels",
