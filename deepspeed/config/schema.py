@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, model_vali
 
 from deepspeed.log import get_log_level_from_string, log_levels
 
+from .attention import SparseAttentionConfig
 from .checkpoint import CheckpointConfig
 from .compile import CompileConfig, Fp8Config, FusedKernelsConfig, HybridEngineConfig
 from .compression import CompressionConfig, QuantizeTrainingConfig
@@ -32,6 +33,7 @@ from .model import (
     key,
     no_effect,
     not_boolean,
+    off_is_none,
     raise_together,
 )
 from .monitor import (
@@ -268,8 +270,8 @@ class Schema(ConfigModel):
         ),
     )
     hybrid_engine: HybridEngineConfig = key(HybridEngineConfig, "Training and generation with one set of weights.")
-    sparse_attention: ForeignOptions = key(
-        None, "Layout of block-sparse attention; false and null are off.", NotBuilt("sparse attention")
+    sparse_attention: Annotated[SparseAttentionConfig | None, BeforeValidator(off_is_none)] = key(
+        None, "The pattern of SparseSelfAttention modules that have none of their own; false and null are off."
     )
     vocabulary_size: PositiveCount | None = key(
         None, "Size of the vocabulary, in tokens; a warning follows if it is no multiple of 8."

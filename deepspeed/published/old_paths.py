@@ -31,6 +31,10 @@ MOVED: dict[str, str] = {
     "deepspeed.monitor.tensorboard": "deepspeed.monitor.monitor",
     "deepspeed.monitor.wandb": "deepspeed.monitor.monitor",
     "deepspeed.ops.random_ltd.dropping_utils": "deepspeed.ops.random_ltd",
+    "deepspeed.ops.sparse_attention.bert_sparse_self_attention": "deepspeed.transformers.sparse_attention",
+    "deepspeed.ops.sparse_attention.matmul": "deepspeed.ops.sparse_attention.blocks",
+    "deepspeed.ops.sparse_attention.softmax": "deepspeed.ops.sparse_attention.blocks",
+    "deepspeed.ops.sparse_attention.sparse_attention_utils": "deepspeed.transformers.sparse_attention",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": (
         "deepspeed.runtime.checkpoint_engine.checkpoint_engine"
     ),
@@ -352,6 +356,9 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "DLTS_HOSTFILE": "deepspeed.launcher.arguments:DEFAULT_HOSTFILE",
         "EXPORT_ENVS": "deepspeed.launcher.environment",
     },
+    "deepspeed.ops.sparse_attention": names_at(
+        "deepspeed.transformers.sparse_attention", "BertSparseSelfAttention SparseAttentionUtils"
+    ),
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "_CUDA_RNG_STATE_TRACKER": "deepspeed.runtime.rng:_tracker",
         "_MODEL_PARALLEL_RNG_TRACKER_NAME": "deepspeed.runtime.rng:MODEL_PARALLEL_RNG",
@@ -442,7 +449,6 @@ COMING: dict[str, str] = {
     "deepspeed.linear": "PEFT has LoRA and quantised linear layers",
     "deepspeed.nebula": "checkpoints are saved in the background with checkpoint.writer in the config",
     "deepspeed.ops.deepspeed4science": "use torch's scaled_dot_product_attention with a bias as its mask",
-    "deepspeed.ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
     "deepspeed.runtime.compression": _TORCHAO,
     "deepspeed.runtime.eigenvalue": "torch.func computes Hessian-vector products",
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,

@@ -15,7 +15,6 @@ FEATURES = {
     "inference": "the config of a layer of DeepSpeed's injected kernels",
     "linear": "LoRA and quantised linear layers",
     "rollout": "continuous batches and distillation, as helpers",
-    "sparse attention": "attention over blocks",
 }
 
 

@@ -36,7 +36,7 @@ BUILDERS: dict[str, tuple[str, str]] = {
     "RaggedOpsBuilder": ("ragged_device_ops", "deepspeed.ops.generate.attention"),
     "RaggedUtilsBuilder": ("ragged_ops", "deepspeed.ops.generate.pages"),
     "RandomLTDBuilder": ("random_ltd", "deepspeed.ops.random_ltd"),
-    "SparseAttnBuilder": ("sparse_attn", "sparse attention"),
+    "SparseAttnBuilder": ("sparse_attn", "deepspeed.ops.sparse_attention"),
     "SpatialInferenceBuilder": ("spatial_inference", "kernels"),
 }
 
