@@ -24,7 +24,7 @@ _SMALLEST_HEAD = 16
 class BlockPattern:
     """Which tokens of a sequence attend to which."""
 
-    layout: Tensor  # [heads, blocks, blocks]
+    layout: Tensor  # [heads, or one for all of them, blocks, blocks]
     block: int
     length: int
     """Tokens; the last block may be cut short."""
@@ -42,12 +42,12 @@ class BlockPattern:
         """What flex attention calculates: larger blocks, with a function for those that are not whole."""
         from torch.nn.attention.flex_attention import BlockMask
 
-        layout, block, causal = self.layout.bool(), self.block, self.causal
+        layout, block, causal, one = self.layout.bool(), self.block, self.causal, len(self.layout) == 1
         size = math.lcm(block, _TILE)
         some, whole = self._larger(size)
 
         def allows(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            there = layout[head, query // block, key // block]
+            there = layout[torch.zeros_like(head) if one else head, query // block, key // block]
             return there & (query >= key) if causal else there
 
         def listed(which: Tensor) -> tuple[Tensor, Tensor]:

@@ -177,8 +177,8 @@ class SparseSelfAttention(nn.Module):
         for bias in biases:
             if bias.dim() not in (2, 4) or any(size not in (1, length) for size in bias.shape[-2:]):
                 raise UsageError(
-                    f"a mask or bias has shape {tuple(bias.shape)}, and sequences have {length} tokens; expected 2 or 4 "
-                    "dims, the last two of 1 or that"
+                    f"a mask or bias has shape {tuple(bias.shape)}, and sequences have {length} tokens; expected 2 "
+                    "or 4 dims, the last two of 1 or that"
                 )
         out: Tensor = op("sparse_attention")(query, key, value, self._pattern(query), biases)
         return out
