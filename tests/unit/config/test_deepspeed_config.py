@@ -131,7 +131,7 @@ def test_every_unbuilt_feature_names_a_key_of_the_schema():
     ("section", "path"),
     [
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
-        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
+        ({"datastates_ckpt": True}, "datastates_ckpt"),
         (
             {"weight_quantization": {"quantized_initialization": {"num_bits": 4}}},
             "weight_quantization",
