@@ -11,7 +11,6 @@ FEATURES = {
     "autotuning": "the search for a config",
     "compression": "eigenvalues and the quantiser of MoQ as classes",
     "hybrid engine": "helpers of its graphs",
-    "kernels": "Evoformer attention, floating point quantisation",
     "inference": "the config of a layer of DeepSpeed's injected kernels",
     "linear": "LoRA and quantised linear layers",
     "rollout": "continuous batches and distillation, as helpers",
