@@ -1,7 +1,7 @@
 """Sparse attention beside dense flash attention, and Evoformer attention beside its formula, forward with backward.
 
-    python -m benchmarks.gpu_attention           # on a CUDA device: time, and memory above that of the inputs
-    python -m benchmarks.gpu_attention --tiny    # small shapes, on any machine
+python -m benchmarks.gpu_attention           # on a CUDA device: time, and memory above that of the inputs
+python -m benchmarks.gpu_attention --tiny    # small shapes, on any machine
 """
 
 from __future__ import annotations

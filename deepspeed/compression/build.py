@@ -82,16 +82,20 @@ def require_trained(module: nn.Module, optimizer: Optimizer | None) -> None:
     }
     for path, layer in module.named_modules():
         state = compression_of(layer)
-        scores = [] if state is None else [name for name, each in state.prunings.items() if each.method == "topk"]
-        for name in scores:
-            if cut_of(layer) is not None:
+        for name, pruning in () if state is None else state.prunings.items():
+            if pruning.method != "l1" and cut_of(layer) is not None:
                 raise UsageError(
-                    f"compression_training.{name}: method is topk, and tensor-parallel ranks share {path}; use l1"
+                    f"compression_training.{name}: method is {pruning.method}, and tensor-parallel ranks share {path}; "
+                    "use l1"
                 )
-            if optimizer is not None and any(
-                id(param) not in trained
-                for key, param in layer.named_parameters(recurse=False)
-                if key.endswith("scores")
+            if (
+                pruning.method == "topk"
+                and optimizer is not None
+                and any(
+                    id(param) not in trained
+                    for key, param in layer.named_parameters(recurse=False)
+                    if key.endswith("scores")
+                )
             ):
                 raise UsageError(
                     f"compression_training.{name}: method is topk, and the optimizer does not train the scores of "

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from deepspeed import comm
+from deepspeed.compression.snip import BlockRemoval
 from deepspeed.errors import UsageError
 from deepspeed.ops.codecs.rows import dither
 from deepspeed.ops.quantizer.groups import GroupCodes, Reduce, round_groups
@@ -80,6 +81,8 @@ class Pruning:
     ratio: float
     heads: int = 1
     on: bool = False
+    removal: BlockRemoval | None = None
+    """Of snip_momentum: when which blocks go."""
 
 
 @dataclass

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from deepspeed.compression.basic_layer import compression_of
+from deepspeed.compression.basic_layer import CompressedLayer, compression_of
 from deepspeed.compression.layer_state import LayerCompression
+from deepspeed.compression.snip import BlockRemoval
 from deepspeed.config.compression import CompressionConfig, Technique
 from deepspeed.log import log_dist
 
 __all__ = ["compression_scheduler"]
+
+Read = Callable[[nn.Parameter], Tensor | None]
+"""Finds the whole gradient or the whole value of a parameter."""
 
 
 class compression_scheduler:
@@ -30,6 +36,23 @@ class compression_scheduler:
         """Look for the compressed layers."""
         both = ((name, compression_of(module)) for name, module in self.model.named_modules())
         self.layers: dict[str, LayerCompression] = {name: each for name, each in both if each is not None}
+        self.scored: list[tuple[CompressedLayer, BlockRemoval]] = []
+        for module in self.model.modules():
+            pruning = module.compressed.prunings.get("sparse_pruning") if isinstance(module, CompressedLayer) else None
+            if isinstance(module, CompressedLayer) and pruning is not None and pruning.removal is not None:
+                self.scored.append((module, pruning.removal))
+
+    def before_step(self, gradient: Read = attrgetter("grad"), value: Read = torch.detach) -> None:
+        """An optimizer step comes next: snip_momentum looks at the gradients that it is taken with."""
+        for layer, removal in self.scored:
+            weight = layer._parameters["weight"]
+            if weight is None or not removal.watches(self.training_steps):
+                continue
+            found = gradient(weight)
+            if found is not None:
+                here = value(weight)
+                assert here is not None, "what has a gradient has a value"
+                layer.see_gradient(found, here)
 
     def step(self, step_zero_check: bool = False) -> None:
         """An optimizer step was taken; with `step_zero_check`, none was yet."""
@@ -72,6 +95,8 @@ class compression_scheduler:
     def check_sparse_pruning(self) -> None:
         """Mask elements from their step on."""
         self._check("sparse_pruning", self.section.sparse_pruning)
+        for layer, _ in self.scored:
+            layer.remove_blocks(self.training_steps)
 
     def check_row_pruning(self) -> None:
         """Mask outputs from their step on."""

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.config.schema import Schema
 from deepspeed.data.curriculum import CurriculumScheduler, cut_to_length
@@ -17,6 +17,10 @@ from deepspeed.data.random_ltd import RandomLTDScheduler, join_layers
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 
 __all__ = ["NumberedBlocks", "Pacing", "StepState", "pacing_of", "set_custom_schedules"]
+
+
+Read = Callable[[nn.Parameter], Tensor | None]
+"""Finds the whole gradient or the whole value of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,9 @@ class StepState(Protocol):
 
     def enter(self, step: int) -> None:
         """A pass of `step` optimizer steps before begins."""
+
+    def before_step(self, gradient: Read, value: Read) -> None:
+        """An optimizer step comes next; each reads what is whole on all ranks together."""
 
 
 @dataclass
@@ -67,6 +74,11 @@ class Pacing:
         if self.curriculum is not None:
             self._length = self.curriculum.update_difficulty(step + 1)
         return self._length != before
+
+    def before_step(self, gradient: Read, value: Read) -> None:
+        """An optimizer step comes next."""
+        if self.compression is not None:
+            self.compression.before_step(gradient, value)
 
     def cut(self, batch: Any) -> Any:
         """The batch in the length of this step."""

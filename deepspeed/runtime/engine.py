@@ -39,6 +39,7 @@ from deepspeed.runtime.saving.checkpoints import Checkpoints
 from deepspeed.runtime.saving.methods import CheckpointMethods
 from deepspeed.runtime.step.stepper import StepOutcome
 from deepspeed.zero.interface import numel_of
+from deepspeed.zero.public.access import safe_get_full_fp32_param, safe_get_full_grad
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -149,6 +150,8 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
         require_metric(self.lr_scheduler, lr_kwargs)
         used_lr, used_momentum = tuple(self.get_lr()), tuple(self.get_mom())
         ran = self._parts.backward.has_gradients
+        if self._parts.pacing is not None and ran:
+            self._parts.pacing.before_step(safe_get_full_grad, safe_get_full_fp32_param)
         taken = getattr(self.optimizer, "take_step", stepper.step)
         outcome = self._outcome = taken()
         self._applied = outcome.applied

@@ -36,6 +36,14 @@ EVERYTHING = {
     "sparse_pruning": technique(["down"], {"dense_ratio": 0.5}, schedule_offset=2),
     "row_pruning": technique(["up"], {"dense_ratio": 0.5}),
 }
+BLOCKS = {
+    "sparse_pruning": {
+        "shared_parameters": {
+            **{"enabled": True, "method": "snip_momentum", "schedule_offset": 1, "schedule_offset_end": 3},
+            **{"block_pattern": "4x1", "dense_ratio": 0.3, "excluded_modules": ["head"]},
+        }
+    },
+}
 MOQ = {
     "enabled": True,
     "quantize_bits": {"start_bits": 8, "target_bits": 5},
@@ -55,6 +63,7 @@ def plain(section):
         loss = model(*batch)
         losses.append(loss.item())
         loss.backward()
+        scheduler.before_step()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -94,7 +103,12 @@ def test_every_stage_computes_what_one_process_does():
     expected, _ = plain(EVERYTHING)
     scored = {"sparse_pruning": technique(["down"], {"dense_ratio": 0.5}, method="topk", schedule_offset=0)}
     trained, scores = plain(scored)
+    fewer, blocks = plain(BLOCKS)
     for stage in (0, 1, 2, 3):
+        engine = build(stage, compression_training=BLOCKS)
+        assert train(engine) == pytest.approx(fewer, rel=1e-5)
+        assert torch.equal(weights(engine)["up.sparse_pruning_mask"], blocks.up.sparse_pruning_mask)
+        engine.destroy()
         engine = build(stage, compression_training=EVERYTHING)
         assert train(engine) == pytest.approx(expected, rel=1e-5)
         engine.destroy()
@@ -104,6 +118,24 @@ def test_every_stage_computes_what_one_process_does():
             found = weights(engine)["down.sparse_mask_scores"]
             torch.testing.assert_close(found, scores.down.sparse_mask_scores.detach())
         engine.destroy()
+
+
+@ranks(2)
+def test_blocks_go_on_where_a_checkpoint_left_off():
+    folder = Path(store_path()).parent / "saved"
+    for stage, precision in ((1, {"bf16": {"enabled": True}}), (3, {})):
+        engine = build(stage, compression_training=BLOCKS, **precision)
+        train(engine, 0, 2)
+        engine.save_checkpoint(folder, tag=str(stage))
+        rest = train(engine, 2, 4)
+        assert engine.module.up.sparse_mask_scores.dtype is torch.int32
+        again = build(stage, compression_training=BLOCKS, **precision)
+        again.load_checkpoint(folder, tag=str(stage))
+        assert train(again, 2, 4) == rest
+        for one, other in zip(weights(again).values(), weights(engine).values(), strict=True):
+            assert torch.equal(one, other)
+        engine.destroy()
+        again.destroy()
 
 
 @ranks(2)
