@@ -135,5 +135,5 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
     for number, (bias, shape) in enumerate(zip(biases, shapes, strict=False), 1):
         if bias is not None and tuple(bias.shape) != shape:
             raise UsageError(f"bias {number} has shape {tuple(bias.shape)}; expected {shape}, by Q and K")
-    out: Tensor = _EvoformerAttention.apply(Q, K, V, *(bias for bias in biases if bias is not None))
+    out: Tensor = _EvoformerAttention.apply(Q, K, V, *(bias for bias in biases if bias is not None))  # type: ignore[no-untyped-call]
     return out
