@@ -24,6 +24,8 @@ class NotBuilt:
     asked: Callable[[Any], bool] | None = None
     """Whether a value asks for it; None is any value but the default, in a section that is not off."""
     instead: str = "remove the key or turn it off"
+    package: str = ""
+    """The package of others that the feature is part of, by the name that is imported."""
 
 
 @dataclass(frozen=True)

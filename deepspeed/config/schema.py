@@ -64,6 +64,11 @@ from .rules import violations
 from .zero import DeepSpeedZeroConfig
 
 
+_IN_BACKGROUND = (
+    "checkpoint.writer.decoupled saves in the background, and engine.checkpoint_engine takes an engine of your own"
+)
+
+
 def _print_period(value: Any) -> Any:
     """A positive whole number, or infinity, which Accelerate writes for "never"."""
     if value is None:
@@ -163,7 +168,11 @@ class Schema(ConfigModel):
     bf16: DeepSpeedBF16Config = key(DeepSpeedBF16Config, "Training in bf16.")
     torch_autocast: TorchAutocastConfig = key(TorchAutocastConfig, "torch.autocast around forward.")
     data_types: DataTypesConfig = key(DataTypesConfig, "Dtypes by role, where they differ from the training dtype.")
-    amp: Unbuilt = key(Unbuilt, "Apex mixed precision.", NotBuilt("Apex AMP (use bf16, fp16 or torch_autocast)"))
+    amp: Unbuilt = key(
+        Unbuilt,
+        "Apex mixed precision.",
+        NotBuilt("Apex AMP", instead="turn on bf16, fp16 or torch_autocast, which do the same", package="apex"),
+    )
 
     # Memory
     zero_optimization: DeepSpeedZeroConfig = key(
@@ -228,7 +237,12 @@ class Schema(ConfigModel):
         ),
     )
     graph_harvesting: bool = key(
-        False, "Whether parts of the bf16 optimizer run as CUDA graphs.", NotBuilt("graph harvesting")
+        False,
+        "Whether parts of the bf16 optimizer run as CUDA graphs.",
+        NotBuilt(
+            "graph harvesting",
+            instead="engine.compile(compile_kwargs={'mode': 'reduce-overhead'}) runs the model as CUDA graphs",
+        ),
     )
 
     # Checkpoints
@@ -236,9 +250,13 @@ class Schema(ConfigModel):
     datastates_ckpt: ForeignOptions = key(
         None,
         "Options of the external DataStates checkpoint engine; false and null are off.",
-        NotBuilt("DataStates checkpoints"),
+        NotBuilt("DataStates checkpoints", instead=_IN_BACKGROUND, package="datastates"),
     )
-    nebula: Unbuilt = key(Unbuilt, "Checkpoints through Azure's Nebula.", NotBuilt("Nebula checkpoints"))
+    nebula: Unbuilt = key(
+        Unbuilt,
+        "Checkpoints through Azure's Nebula.",
+        NotBuilt("Nebula checkpoints", instead=_IN_BACKGROUND, package="torch_nebula"),
+    )
 
     # Data
     dataloader_drop_last: bool = key(

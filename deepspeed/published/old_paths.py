@@ -190,6 +190,7 @@ SPLIT: dict[str, dict[str, str]] = {
         "deepspeed.config.monitor",
         "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig",
     ),
+    "deepspeed.nebula.config": {"DeepSpeedNebulaConfig": "deepspeed.published.config_utils"},
     "deepspeed.ops.adam.multi_tensor_apply": {"MultiTensorApply": "deepspeed.published.runtime_names"},
     "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "deepspeed.runtime.base_optimizer:ZeroOptimizer"},
     "deepspeed.runtime.comm.coalesced_collectives": {
@@ -376,6 +377,10 @@ REEXPORTED: dict[str, dict[str, str]] = {
 }
 
 _GRID = "deepspeed.checkpoint.DeepSpeedCheckpoint takes the degrees of another grid"
+_VENDORS = (
+    "the vendor's package registers its accelerator as a deepspeed.accelerators entry point, and ds_report says whether "
+    "it is installed; deepspeed.ops.op_builder has the builders for all devices"
+)
 _EXPERTS = "the config's expert_parallel section runs the experts of a model: docs/moe.md"
 _FAMILIES = "build_hf_engine serves the models of Transformers as they are, without layers of its own"
 _SPLIT = "tensor_parallel.autotp_size and partition_config in the config split a model: docs/tensor_parallel.md"
@@ -412,6 +417,8 @@ REMOVED: dict[str, str] = {
     "deepspeed.ops.op_builder.*": "import builders from deepspeed.ops.op_builder",
     "deepspeed.ops.op_builder.UtilsBuilder": "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors",
     "deepspeed.ops.op_builder.builder.*": "subclass OpBuilder, which compiles CUDA sources too",
+    "deepspeed.ops.op_builder.klxpu": _VENDORS,
+    "deepspeed.ops.op_builder.supa": _VENDORS,
     "deepspeed.ops.triton_ops": "use deepspeed.HAS_TRITON",
     "deepspeed.runtime.checkpoint_engine.utils": "assign a CheckpointEngine of your own to engine.checkpoint_engine",
     "deepspeed.runtime.compiler": "use torch.compiler, or engine.compile()",
@@ -448,7 +455,6 @@ COMING: dict[str, str] = {
     "deepspeed.autotuning": "python -m deepspeed.config check and ds_preflight estimate memory",
     "deepspeed.compile": "set compile in the config, or use torch.compile",
     "deepspeed.linear": "PEFT has LoRA and quantised linear layers",
-    "deepspeed.nebula": "checkpoints are saved in the background with checkpoint.writer in the config",
     "deepspeed.runtime.compression": _TORCHAO,
     "deepspeed.runtime.eigenvalue": "torch.func computes Hessian-vector products",
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,
