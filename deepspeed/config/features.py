@@ -38,8 +38,8 @@ class Feature:
         there = "is" if find_spec(self.package) is not None else "is not"
         return ConfigProblem(
             self.path,
-            f"{self.name}: part of the package {self.package}, which {there} installed here, and which this library does "
-            f"not call; {self.instead}",
+            f"{self.name}: part of the package {self.package}, which {there} installed here, and which this library "
+            f"does not call; {self.instead}",
         )
 
 

@@ -63,7 +63,6 @@ from .precision import (
 from .rules import violations
 from .zero import DeepSpeedZeroConfig
 
-
 _IN_BACKGROUND = (
     "checkpoint.writer.decoupled saves in the background, and engine.checkpoint_engine takes an engine of your own"
 )

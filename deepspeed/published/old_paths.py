@@ -378,8 +378,8 @@ REEXPORTED: dict[str, dict[str, str]] = {
 
 _GRID = "deepspeed.checkpoint.DeepSpeedCheckpoint takes the degrees of another grid"
 _VENDORS = (
-    "the vendor's package registers its accelerator as a deepspeed.accelerators entry point, and ds_report says whether "
-    "it is installed; deepspeed.ops.op_builder has the builders for all devices"
+    "the vendor's package registers its accelerator as a deepspeed.accelerators entry point, and ds_report says "
+    "whether it is installed; deepspeed.ops.op_builder has the builders for all devices"
 )
 _EXPERTS = "the config's expert_parallel section runs the experts of a model: docs/moe.md"
 _FAMILIES = "build_hf_engine serves the models of Transformers as they are, without layers of its own"
