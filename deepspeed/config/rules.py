@@ -170,6 +170,14 @@ def local_steps_conflict(config: Schema) -> str:
     return f"zero_optimization.stage {stage}, which gives ranks parts of the states (use stage 0)" if stage else ""
 
 
+def _sparse(config: Schema) -> Iterator[str]:
+    if config.sparse_gradients and config.zero_optimization.zero_quantized_gradients:
+        yield (
+            "sparse_gradients: touched rows are not encoded, so it does not work with "
+            "zero_optimization.zero_quantized_gradients; give one of them"
+        )
+
+
 def _one_bit(config: Schema) -> Iterator[str]:
     kind = config.optimizer.type
     if kind in ONE_BIT_OPTIMIZERS and (found := one_bit_conflicts(config)):
@@ -282,6 +290,7 @@ _RULES = (
     _updates_in_backward,
     _places,
     _mics,
+    _sparse,
     _one_bit,
     _experts,
     _elastic_batch_sizes,

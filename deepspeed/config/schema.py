@@ -151,7 +151,7 @@ class Schema(ConfigModel):
     seq_parallel_communication_data_type: DtypeName | None = key(
         "fp32", "Dtype in which gradients are reduced when sequences are split over ranks."
     )
-    sparse_gradients: bool = key(False, "Whether gradients of embeddings are reduced in sparse form.")
+    sparse_gradients: bool = key(False, "Whether only the touched rows of gradients of embeddings travel.")
     zero_allow_untested_optimizer: bool = key(False, "Whether ZeRO accepts an optimizer class outside the tested list.")
     zero_force_ds_cpu_optimizer: bool = key(
         True,

@@ -35,7 +35,7 @@ from deepspeed.zero.gradients.owned_signs import OwnedSigns
 from deepspeed.zero.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.zero.gradients.reduction import ReduceToOwners, Reduction, ReductionWeights
 from deepspeed.zero.gradients.sign_reduction import SignReduction
-from deepspeed.zero.gradients.sparse import embedding_parameters
+from deepspeed.zero.gradients.sparse import RowsToOwners, embedding_parameters, row_widths
 from deepspeed.zero.memory_budget import Budgeted
 from deepspeed.zero.offload import gather_from, remotes_of, reserve, store_of, tiers_of, uses_disk
 from deepspeed.zero.parameters.coded import CodedBlockGather, CodedGather, RestingWeights, travels_coded
@@ -84,8 +84,8 @@ _SHARED_KEYS = (
 _WEIGHT_FORMATS = {"int8": "int8", "fp8": "fp8_e4m3", "int4": "int4"}
 
 
-def make_reduction(schema: Schema, placement: Placement) -> Reduction:
-    """How the gradients of a placement are summed and get to their owners."""
+def make_reduction(schema: Schema, placement: Placement, width: int = 0) -> Reduction:
+    """How the gradients of a placement are summed and get to their owners; with a `width`, touched rows of them."""
     zero, late = schema.zero_optimization, placement.late
     weights = ReductionWeights.of(schema, placement.size, placement.copies if late else 1)
     now, then = (None, placement.replicate) if late else (placement.replicate, None)
@@ -94,6 +94,8 @@ def make_reduction(schema: Schema, placement: Placement) -> Reduction:
         memory = None if loco is None else ErrorMemory(loco.err_beta, loco.reset_T)
         codec, nodes = block_codec("int4"), placement.nodes
         return CodedReduction(placement.shard, placement.group, codec, weights, nodes, now, then, memory)
+    if width and placement.shard.size > 1:
+        return RowsToOwners(placement.shard, placement.group, weights, now, then, width=width)
     return ReduceToOwners(
         placement.shard,
         placement.group,
@@ -293,9 +295,9 @@ class StateBuilder:
         log_dist_once(f"zero_quantized_gradients: the gradients of axis {axis.name!r} travel in {hops}", [0], NOTICE)
         return nodes
 
-    def _reduction(self, placement: Placement) -> Reduction:
+    def _reduction(self, placement: Placement, width: int) -> Reduction:
         """How the gradients of a placement are reduced, for this optimizer."""
-        plain = make_reduction(self.schema, placement)
+        plain = make_reduction(self.schema, placement, width)
         if not isinstance(self.optimizer, OneBitOptimizer) or placement.shard.size * placement.copies == 1:
             return plain
         if placement.replicate is None:
@@ -306,8 +308,10 @@ class StateBuilder:
         schema, precision = self.schema, self.precision
         names = {id(param): name for name, param in self.module.named_parameters()}
         travels, reduction_of = precision.reduce_dtypes(self.module), self._reduction
+        coded = isinstance(self.optimizer, OneBitOptimizer) or schema.zero_optimization.zero_quantized_gradients
+        rows = {} if coded or make is None else row_widths(self.module, all_rows=schema.sparse_gradients)
         return GroupPlanner(
-            schema, axis_of, precision, names, travels, reduction_of, make, self.tiers, apart=self._coded
+            schema, axis_of, precision, names, travels, reduction_of, make, self.tiers, apart=self._coded, rows=rows
         )
 
     def _in_place(self, axis_of: AxisOf) -> ZeroModel:
@@ -335,7 +339,7 @@ class StateBuilder:
             rows=rows,
         )
         gradients = replicated.ReplicatedGradients(list(module.named_parameters()), holding)
-        exchange = planner.reduction_of(holding.main)
+        exchange = planner.reduction_of(holding.main, None)
         if isinstance(exchange, SignReduction) and states is not None:
             exchange.name_of = partial(_name_of, states)
         ways = ReductionSettings(every_backward=False, limit=replicated.BUCKET_BYTES, first=replicated.FIRST_BYTES)
