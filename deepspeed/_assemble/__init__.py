@@ -24,6 +24,7 @@ from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
 from deepspeed.hybrid.engine import DeepSpeedHybridEngine
+from deepspeed.linear.context_manager import quantise_named, settle
 from deepspeed.log import set_log_level_from_string
 from deepspeed.moe.placement import cuts_of_experts, spread_experts
 from deepspeed.moe.utils import split_experts
@@ -104,9 +105,11 @@ class _Assembly:
         self.layout = self._layout()
         self.compression = compression_of_engine(self.schema, self.module, self.request.mpu, whole=self.kind.whole)
         give_patterns(self.schema.sparse_attention, self.module, whole=self.kind.whole)
+        self.precision = Precision.from_config(self.schema, sequence_size=self.layout.sequence.size)
+        quantise_named(self.module, self.schema.weight_quantization)
+        settle(self.module, self.precision.param, self.layout.tensor.size)
         self.split = self._split()
         self.local_rank, self.device = rank_device()
-        self.precision = Precision.from_config(self.schema, sequence_size=self.layout.sequence.size)
         self.precision.require_device()
         self.precompiler = self._precompiler()
         fuse(self.schema, self.module, self.stack, self.precompiler, self.precision.param, whole=self.kind.whole)

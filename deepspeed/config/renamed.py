@@ -38,6 +38,8 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed("bf16.check_overflow", "bf16.check_grad_overflow"),
     Renamed("aio.thread_count", "aio.intra_op_parallelism", warns=False),
     Renamed("elasticity.prefer_large_batch", "elasticity.prefer_larger_batch"),
+    Renamed("autotuning.start_step", "autotuning.start_profile_step"),
+    Renamed("autotuning.end_step", "autotuning.end_profile_step"),
 )
 
 REMOVED: dict[str, str] = {

@@ -12,9 +12,10 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, model_vali
 from deepspeed.log import get_log_level_from_string, log_levels
 
 from .attention import SparseAttentionConfig
+from .autotuning import DeepSpeedAutotuningConfig
 from .checkpoint import CheckpointConfig
 from .compile import CompileConfig, Fp8Config, FusedKernelsConfig, HybridEngineConfig
-from .compression import CompressionConfig, QuantizeTrainingConfig
+from .compression import CompressionConfig, QuantizeTrainingConfig, WeightQuantizationConfig
 from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from .elasticity import ElasticityConfig
 from .memory import ActivationCheckpointingConfig, AioConfig, MemoryConfig
@@ -99,10 +100,6 @@ def _no_technique(schema: Any) -> bool:
     """Whether switches of `data_efficiency` are on around techniques that are all off."""
     data = schema.data_efficiency
     return not data.techniques and True in (data.enabled, data.data_sampling.enabled, data.data_routing.enabled)
-
-
-def _names_weights(section: Unbuilt) -> bool:
-    return bool(section.given.get("quantized_initialization") or section.given.get("post_init_quant"))
 
 
 class Schema(ConfigModel):
@@ -277,14 +274,8 @@ class Schema(ConfigModel):
         QuantizeTrainingConfig, "MoQ: every weight loses bits as training goes on."
     )
     eigenvalue: Unbuilt = key(Unbuilt, "Curvature per layer, for the pace of quantisation.", NotBuilt("eigenvalue"))
-    weight_quantization: Unbuilt = key(
-        Unbuilt,
-        "Quantised weights for inference with ZeRO.",
-        NotBuilt("weight quantisation", _names_weights),
-        NoEffect(
-            "only quantized_initialization and post_init_quant say what is quantised",
-            lambda c: not _names_weights(c.weight_quantization),
-        ),
+    weight_quantization: WeightQuantizationConfig = key(
+        WeightQuantizationConfig, "Frozen weights that rest in 4 or 8 bits."
     )
     hybrid_engine: HybridEngineConfig = key(HybridEngineConfig, "Training and generation with one set of weights.")
     sparse_attention: Annotated[SparseAttentionConfig | None, BeforeValidator(off_is_none)] = key(
@@ -337,7 +328,7 @@ class Schema(ConfigModel):
     )
 
     # Programs around training
-    autotuning: Unbuilt = key(Unbuilt, "Search for the fastest config.", NotBuilt("the autotuner"))
+    autotuning: DeepSpeedAutotuningConfig = key(DeepSpeedAutotuningConfig, "Search for the fastest config.")
     elasticity: ElasticityConfig = key(ElasticityConfig, "One batch size for many numbers of GPUs.")
 
     @property

@@ -14,6 +14,7 @@ MOVED: dict[str, str] = {
     "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator",
     "deepspeed.accelerator.sdaa_accelerator": "deepspeed.accelerator.vendors",
     "deepspeed.accelerator.xpu_accelerator": "deepspeed.accelerator.vendors",
+    "deepspeed.autotuning.config": "deepspeed.config.autotuning",
     "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.compile.config": "deepspeed.config.compile",
     "deepspeed.git_version_info": "deepspeed.published.git_version_info",
@@ -452,9 +453,7 @@ _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 
 # module or name of a feature that is still to come, with all below it → what to use meanwhile
 COMING: dict[str, str] = {
-    "deepspeed.autotuning": "python -m deepspeed.config check and ds_preflight estimate memory",
     "deepspeed.compile": "set compile in the config, or use torch.compile",
-    "deepspeed.linear": "PEFT has LoRA and quantised linear layers",
     "deepspeed.runtime.compression": _TORCHAO,
     "deepspeed.runtime.eigenvalue": "torch.func computes Hessian-vector products",
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,

@@ -48,6 +48,8 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/runtime/lr_schedules.py::__init__": "the public signature",
     "deepspeed/runtime/dataloader.py::__init__": "the public signature",
     "deepspeed/_api.py::initialize": "the public signature",
+    "deepspeed/linear/optimized_linear.py::__init__": "the public signature",
+    "deepspeed/linear/optimized_linear.py::__new__": "the public signature",
     "deepspeed/memory/estimate.py::estimate_zero3_model_states_mem_needs": "the public signature",
     "deepspeed/planning/planner.py::plan": "the public signature",
     "deepspeed/published/state_dict_factory.py::load": "the public signature",

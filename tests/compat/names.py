@@ -8,11 +8,9 @@ from pathlib import Path
 
 FEATURES = {
     "DeepCompile": "compiled graphs over sharded parameters, and passes over them",
-    "autotuning": "the search for a config",
     "compression": "eigenvalues and the quantiser of MoQ as classes",
     "hybrid engine": "helpers of its graphs",
     "inference": "the config of a layer of DeepSpeed's injected kernels",
-    "linear": "LoRA and quantised linear layers",
     "rollout": "continuous batches and distillation, as helpers",
 }
 

@@ -56,6 +56,7 @@ SHORT = {
     "examples/serve/model.py": ["--steps", "2", "--output", "{tmp}"],
 }
 ELSEWHERE = {
+    "examples/autotune/train.py": "tests/distributed/autotuning/test_search.py",
     "examples/elastic/train.py": "tests/distributed/elasticity/test_elastic_example.py",
     "examples/gpt/train.py": "tests/unit/examples/test_gpt_script.py",
     "examples/ray/train.py": "tests/distributed/elasticity/test_ray_train.py",

@@ -81,11 +81,12 @@ def test_version_is_text():
 
 
 def test_names_to_come_are_told_apart_from_a_broken_installation():
-    assert not hasattr(deepspeed, "autotuning")
-    with pytest.raises(AttributeError, match=r"deepspeed.autotuning is not part of this version yet; until then"):
-        deepspeed.autotuning  # noqa: B018
-    with pytest.raises(ImportError, match=r"deepspeed\.autotuning[.\w]* is not part of this version yet"):
-        importlib.import_module("deepspeed.autotuning.autotuner")
+    assert not hasattr(deepspeed.runtime, "quantize")
+    with pytest.raises(AttributeError, match=r"deepspeed.runtime.quantize is not part of this version yet; until then"):
+        deepspeed.runtime.quantize  # noqa: B018
+    for name in ("deepspeed.runtime.quantize", "deepspeed.runtime.quantize.below"):
+        with pytest.raises(ImportError, match=r"deepspeed\.runtime\.quantize[.\w]* is not part of this version yet"):
+            importlib.import_module(name)
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'deepspeed\.nothing'"):
         importlib.import_module("deepspeed.nothing")
 

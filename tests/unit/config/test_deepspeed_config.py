@@ -132,10 +132,6 @@ def test_every_unbuilt_feature_names_a_key_of_the_schema():
     [
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"graph_harvesting": True}, "graph_harvesting"),
-        (
-            {"weight_quantization": {"quantized_initialization": {"num_bits": 4}}},
-            "weight_quantization",
-        ),
     ],
 )
 def test_an_enabled_feature_that_is_not_built_is_an_error_that_says_so(section, path):
