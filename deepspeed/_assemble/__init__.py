@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from deepspeed import comm
 from deepspeed._assemble.observers import watch, watch_hangs
 from deepspeed.checkpoint.pretrained import fill, take_place
-from deepspeed.compression.build import compression_of_engine, require_trained
+from deepspeed.compression.build import compression_of_engine, require_trained, watch_curvature
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.features import unused_by_model
 from deepspeed.data.loader import CurriculumDataLoader
@@ -122,6 +122,8 @@ class _Assembly:
         self.optimizer = self._optimizer()
         if self.compression is not None:
             require_trained(self.module, self.optimizer)
+            alike = self.kind.whole and self.experts is None
+            watch_curvature(self.compression, self.schema, self.module, self.layout, alike=alike)
         self._hold_states()
         parts = self._parts()
         self.kind.warn_if_frozen(self.optimizer)

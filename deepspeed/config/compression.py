@@ -414,6 +414,19 @@ class QuantizeTrainingConfig(Section):
         return self
 
 
+class EigenvalueConfig(Section):
+    """How much the loss bends along the weights of each block, for the pace of MoQ."""
+
+    enabled: bool = key(False, "Whether periods of a block are multiplied by 1 + floor(4 * its share of the largest).")
+    verbose: bool = key(False, "Whether eigenvalues are logged.")
+    max_iter: PositiveCount = key(100, "Most products with the Hessian for a block.")
+    tol: Annotated[Number, Gt(0)] = key(1e-2, "Change of an eigenvalue, as a share, that ends the iteration.")
+    stability: Annotated[Number, Ge(0)] = key(1e-6, "Added to norms.")
+    gas_boundary_resolution: PositiveCount = key(1, "Optimizer steps between two computations.")
+    layer_name: str = key("bert.encoder.layer", "Path of the list of blocks.")
+    layer_num: Count = key(0, "How many of the blocks count, from the first on; 0: all.")
+
+
 _OF_GROUPS = "quantized_initialization and post_init_quant have widths and groups of their own"
 
 

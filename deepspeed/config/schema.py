@@ -15,7 +15,7 @@ from .attention import SparseAttentionConfig
 from .autotuning import DeepSpeedAutotuningConfig
 from .checkpoint import CheckpointConfig
 from .compile import CompileConfig, Fp8Config, FusedKernelsConfig, HybridEngineConfig
-from .compression import CompressionConfig, QuantizeTrainingConfig, WeightQuantizationConfig
+from .compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingConfig, WeightQuantizationConfig
 from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from .elasticity import ElasticityConfig
 from .memory import ActivationCheckpointingConfig, AioConfig, MemoryConfig
@@ -273,7 +273,11 @@ class Schema(ConfigModel):
     quantize_training: QuantizeTrainingConfig = key(
         QuantizeTrainingConfig, "MoQ: every weight loses bits as training goes on."
     )
-    eigenvalue: Unbuilt = key(Unbuilt, "Curvature per layer, for the pace of quantisation.", NotBuilt("eigenvalue"))
+    eigenvalue: EigenvalueConfig = key(
+        EigenvalueConfig,
+        "MoQ: blocks along which the loss bends more keep their bits longer.",
+        NoEffect("quantize_training.enabled is false", lambda c: not c.quantize_training.enabled),
+    )
     weight_quantization: WeightQuantizationConfig = key(
         WeightQuantizationConfig, "Frozen weights that rest in 4 or 8 bits."
     )

@@ -49,6 +49,7 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": "deepspeed.data.indexed_dataset",
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": "deepspeed.data.dynamic_batching",
     "deepspeed.runtime.domino.transformer": "deepspeed.tensor_parallel.domino",
+    "deepspeed.runtime.eigenvalue": "deepspeed.compression.eigenvalue",
     "deepspeed.runtime.fp16.loss_scaler": "deepspeed.precision.loss_scaler",
     "deepspeed.runtime.fp16.onebit": "deepspeed.ops.onebit",
     "deepspeed.runtime.fp16.onebit.adam": "deepspeed.ops.onebit.adam",
@@ -455,7 +456,6 @@ _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 COMING: dict[str, str] = {
     "deepspeed.compile": "set compile in the config, or use torch.compile",
     "deepspeed.runtime.compression": _TORCHAO,
-    "deepspeed.runtime.eigenvalue": "torch.func computes Hessian-vector products",
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,
     "deepspeed.runtime.quantize": _TORCHAO,
     "deepspeed.runtime.rollout.continuous_batching": "engine.generate runs a schedule of its own",
