@@ -1,4 +1,4 @@
-"""The sections `compression_training` and `quantize_training`."""
+"""The sections `compression_training`, `quantize_training` and `weight_quantization`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from .model import (
     Count,
@@ -412,3 +412,64 @@ class QuantizeTrainingConfig(Section):
             )
         raise_together(problems if self.enabled else [])
         return self
+
+
+class EigenvalueConfig(Section):
+    """How much the loss bends along the weights of each block, for the pace of MoQ."""
+
+    enabled: bool = key(False, "Whether periods of a block are multiplied by 1 + floor(4 * its share of the largest).")
+    verbose: bool = key(False, "Whether eigenvalues are logged.")
+    max_iter: PositiveCount = key(100, "Most products with the Hessian for a block.")
+    tol: Annotated[Number, Gt(0)] = key(1e-2, "Change of an eigenvalue, as a share, that ends the iteration.")
+    stability: Annotated[Number, Ge(0)] = key(1e-6, "Added to norms.")
+    gas_boundary_resolution: PositiveCount = key(1, "Optimizer steps between two computations.")
+    layer_name: str = key("bert.encoder.layer", "Path of the list of blocks.")
+    layer_num: Count = key(0, "How many of the blocks count, from the first on; 0: all.")
+
+
+_OF_GROUPS = "quantized_initialization and post_init_quant have widths and groups of their own"
+
+
+class WeightGroups(Section):
+    """Width and groups of weights."""
+
+    num_bits: Literal[4, 8] = key(8, "Width of the codes.")
+    group_size: PositiveCount = key(128, "Neighbouring elements that share a scale; it divides the dim.")
+    group_dim: Literal[0, 1] = key(1, "The dim along which elements are neighbours.")
+    symmetric: bool = key(False, "Whether a group has a scale alone; false adds the middle of its range.")
+
+    @model_validator(mode="after")
+    def _codes_share_bytes(self) -> WeightGroups:
+        if self.num_bits == 4 and self.group_size % 2:
+            raise ValueError(
+                f"group_size is {self.group_size} with num_bits 4, of which two share a byte; use an even group_size"
+            )
+        return self
+
+
+def _absent(value: Any) -> Any:
+    return None if value == {} else value
+
+
+class WeightQuantizationConfig(Section):
+    """Frozen weights in few bits, for training beside them or for inference."""
+
+    enabled: bool = key(True, "Whether the section counts.")
+    num_bits: Literal[4, 8] = no_effect(8, _OF_GROUPS)
+    q_type: Literal["symmetric", "asymmetric"] = no_effect("symmetric", _OF_GROUPS)
+    q_groups: PositiveCount = no_effect(1, _OF_GROUPS)
+    quantized_initialization: Annotated[WeightGroups | None, BeforeValidator(_absent)] = key(
+        None,
+        "Linear layers and embeddings that zero.Init builds rest so, frozen (stage 3); null and {} are off.",
+        NoEffect("weight_quantization.enabled is false", lambda c: not c.weight_quantization.enabled),
+    )
+    post_init_quant: dict[str, WeightGroups] = key(
+        {},
+        "Parts of names → how linear layers and embeddings of the model rest, frozen, from initialize on (any stage).",
+        NoEffect("weight_quantization.enabled is false", lambda c: not c.weight_quantization.enabled),
+    )
+
+    @property
+    def at_birth(self) -> WeightGroups | None:
+        """What `zero.Init` does; None: nothing."""
+        return self.quantized_initialization if self.enabled else None

@@ -237,6 +237,17 @@ def _codecs(config: Schema) -> Iterator[str]:
             f"zero_optimization.zero_hpz_partition_size: {zero.zero_hpz_partition_size} ranks are to share copies of "
             f"sharded parameters, which zero_optimization.stage 3 alone has, found stage {stage}; remove the key"
         )
+    at_birth = config.weight_quantization.at_birth
+    if at_birth is not None and stage < 3:
+        yield (
+            "weight_quantization.quantized_initialization: zero.Init makes shards, which zero_optimization.stage 3 "
+            f"alone has, found stage {stage}; use stage 3, or post_init_quant"
+        )
+    if at_birth is not None and at_birth.group_dim != 1:
+        yield (
+            "weight_quantization.quantized_initialization.group_dim: shards are cut along rows, found 0; use 1, or "
+            "post_init_quant"
+        )
     if zero.zero_quantized_nontrainable_weights and stage < 3:
         yield (
             "zero_optimization.zero_quantized_nontrainable_weights: frozen weights can rest as codes where they are "

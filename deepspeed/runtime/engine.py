@@ -116,6 +116,8 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
         parts = self._parts
         if parts.moved:
             self._must_be_here("engine.backward()", trains=True)
+        if parts.pacing is not None and parts.accumulation.at_boundary:
+            parts.pacing.before_backward(loss, parts.scale.value)
         with phase(self.events, Phase.BACKWARD, parts.accumulation):
             used = parts.backward.run(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
         if self.events.wants(StepFinished):

@@ -38,7 +38,13 @@ from deepspeed.zero.gradients.sign_reduction import SignReduction
 from deepspeed.zero.gradients.sparse import RowsToOwners, embedding_parameters, row_widths
 from deepspeed.zero.memory_budget import Budgeted
 from deepspeed.zero.offload import gather_from, remotes_of, reserve, store_of, tiers_of, uses_disk
-from deepspeed.zero.parameters.coded import CodedBlockGather, CodedGather, RestingWeights, travels_coded
+from deepspeed.zero.parameters.coded import (
+    CodedBlockGather,
+    CodedGather,
+    RestingWeights,
+    travel_as_codes,
+    travels_coded,
+)
 from deepspeed.zero.parameters.coordinator import FetchCoordinator
 from deepspeed.zero.parameters.fetch_plan import FetchLimits
 from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
@@ -255,7 +261,8 @@ class StateBuilder:
         check_size(self.measure.axis, int(zero.zero_hpz_partition_size))
         if zero.stage > 0 and (size > 1 or self.remotes is not None):
             _refuse_torch_muon(self.optimizer)
-        if zero.stage == 3 and (size > 1 or self.remotes is not None or zero.zero_quantized_nontrainable_weights):
+        coded = zero.zero_quantized_nontrainable_weights or schema.weight_quantization.at_birth is not None
+        if zero.stage == 3 and (size > 1 or self.remotes is not None or coded):
             return self._shard_parameters()
         if size > 1 and zero.stage > 0 and self.optimizer is not None:
             return self._taken(placed(ranks_of, self._placement), self._resident)
@@ -451,9 +458,18 @@ class StateBuilder:
         for unit in units_by_granularity(module, zero.module_granularity_threshold).values():
             set_z3_leaf_module(unit, True)
         way, far = make_gather(schema), make_gather(schema, None if remotes is None else remotes.remote)
+        ways: dict[int, CodedGather] = {}
+        if schema.weight_quantization.at_birth is not None and not any(each.codec for each in shards):
+            raise DeepSpeedConfigError(
+                "weight_quantization.quantized_initialization: no weight of the model rests as codes; build it inside "
+                "deepspeed.zero.Init(config_dict_or_path=...) with this config, or use post_init_quant",
+                path="weight_quantization.quantized_initialization",
+            )
         for each in shards:
             each.strict = zero.enable_sanity_checks
             each.gather = way if each.remote is None else far
+            if each.codec is not None:
+                travel_as_codes(each, ways)
         total = int(zero.model_persistence_threshold) // axes.levels(self.measure.axis)[0].size
         missing = persist(shards, int(zero.param_persistence_threshold), total)
         if zero.zero_quantized_nontrainable_weights:

@@ -7,14 +7,40 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 import deepspeed
+from deepspeed.compression.basic_layer import compression_of
 from deepspeed.compression.compress import init_compression
 from deepspeed.compression.scheduler import compression_scheduler
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.pipe import PipelineModule
 from tests.harness import ranks, store_path
 from tests.models import Tiny, batches, make, share
+from tests.unit.compression.test_eigenvalue import Blocks, dense
 
 STEPS = 4
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+class Once(Blocks):
+    """Can be differentiated once."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = Square.apply(layer(x))
+        return self.head(x).square().mean()
 
 
 def technique(modules, params, **shared):
@@ -39,8 +65,13 @@ EVERYTHING = {
 BLOCKS = {
     "sparse_pruning": {
         "shared_parameters": {
-            **{"enabled": True, "method": "snip_momentum", "schedule_offset": 1, "schedule_offset_end": 3},
-            **{"block_pattern": "4x1", "dense_ratio": 0.3, "excluded_modules": ["head"]},
+            "enabled": True,
+            "method": "snip_momentum",
+            "schedule_offset": 1,
+            "schedule_offset_end": 3,
+            "block_pattern": "4x1",
+            "dense_ratio": 0.3,
+            "excluded_modules": ["head"],
         }
     },
 }
@@ -118,6 +149,69 @@ def test_every_stage_computes_what_one_process_does():
             found = weights(engine)["down.sparse_mask_scores"]
             torch.testing.assert_close(found, scores.down.sparse_mask_scores.detach())
         engine.destroy()
+
+
+EIGEN = {"enabled": True, "layer_name": "layers", "stability": 0, "tol": 1e-5, "max_iter": 300}
+
+
+@ranks(2)
+def test_eigenvalues_of_all_samples_decide_how_long_bits_last():
+    inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    top = dense(Blocks(), inputs)
+    expected = [1 + int(4 * abs(value) / max(map(abs, top))) for value in top]
+    assert len(set(expected)) > 1
+    bits = {"start_bits": 16, "target_bits": 10}
+    moq = {"enabled": True, "quantize_bits": bits, "quantize_schedule": {"quantize_period": 1}, "eigenvalue": EIGEN}
+    folder, losses = Path(store_path()).parent / "eigen", []
+    for stage, precision in ((0, {}), (1, {}), (2, {"bf16": {"enabled": True}}), (3, {})):
+        kind = torch.bfloat16 if precision else torch.float32
+        micro = inputs.view(2, 4, 3)[dist.get_rank()].to(kind)
+
+        def steps(engine, count, micro=micro):
+            found = []
+            for _ in range(count):
+                found.append(engine(micro))
+                engine.backward(found[-1])
+                engine.step()
+            return [loss.item() for loss in found]
+
+        def build_one(stage=stage, precision=precision):
+            return build(stage, Blocks(), quantize_training=moq, **precision)
+
+        engine = build_one()
+        steps(engine, 2)
+        paces = [compression_of(layer).pace for layer in engine.module.layers]
+        if not precision:
+            assert [pace.factors for pace in paces] == [[factor] for factor in expected]
+            assert [pace.edge for pace in paces] == [2 * factor for factor in expected]
+        assert compression_of(engine.module.head).pace.factors == [1]
+        engine.save_checkpoint(folder, tag=str(stage))
+        rest = steps(engine, 6)
+        losses += [] if precision else [rest]
+        again = build_one()
+        again.load_checkpoint(folder, tag=str(stage))
+        assert steps(again, 6) == rest
+        states = [[compression_of(layer).pace for layer in each.module.layers] for each in (engine, again)]
+        assert states[0] == states[1]
+        engine.destroy()
+        again.destroy()
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-4)
+
+
+@ranks(2)
+def test_eigenvalues_are_refused_where_they_cannot_be_computed():
+    moq = {"quantize_training": {"enabled": True, "quantize_schedule": {"quantize_period": 1}}}
+    for model, section, said in (
+        (Blocks(), {"layer_name": "blocks"}, "eigenvalue.layer_name: the model has no module 'blocks'"),
+        (PipelineModule([torch.nn.Linear(2, 2)] * 2, num_stages=2), {}, "eigenvalue.enabled is true, and ranks share"),
+    ):
+        with pytest.raises((UsageError, DeepSpeedConfigError), match=said):
+            build(0, model, eigenvalue={"enabled": True, **section}, **moq)
+    engine = build(0, Once(), eigenvalue={**EIGEN, "layer_name": "layers"}, **moq)
+    with pytest.raises(UsageError, match=r"cannot be differentiated twice.*Use attention in plain operations"):
+        engine.backward(engine(torch.ones(2, 3)))
+    engine.destroy()
 
 
 @ranks(2)

@@ -318,6 +318,9 @@ def compressed_readers(folder):
     init_compression(model(), {**config, "compression_training": {"sparse_pruning": {"shared_parameters": shared}}})
     moq = {"enabled": True, "fp16_mixed_quantize": {"enabled": True}, "quantize_bits": {"target_bits": 15}}
     run({"quantize_training": moq | {"quantize_schedule": {"quantize_period": 1}}}, folder)
+    blocks = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    curved = {"quantize_training": moq, "eigenvalue": {"enabled": True, "layer_name": "0"}}
+    deepspeed.initialize(model=blocks, config={"train_batch_size": 4, **curved})[0].destroy()
 
 
 def readers(seen, folder):

@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed.compression.plan import techniques_of
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable
+from deepspeed.errors import DeepSpeedConfigError
 
 BASE = {"train_batch_size": 4}
 
@@ -68,11 +68,19 @@ def test_techniques_that_are_off_are_not_checked():
     assert found.notes == []
 
 
-def test_what_is_not_there_yet_is_refused():
-    for section, path in (({"eigenvalue": {"enabled": True}}, "eigenvalue"),):
-        with pytest.raises(FeatureUnavailable, match="not part of this version yet") as caught:
-            DeepSpeedConfig({**BASE, **section}, world_size=1)
-        assert caught.value.path.endswith(path)
+def test_eigenvalues_belong_to_moq():
+    section = {"enabled": True, "stability": 0, "layer_name": "layers"}
+    alone = DeepSpeedConfig({**BASE, "eigenvalue": section}, world_size=1)
+    assert "eigenvalue.layer_name: no effect: quantize_training.enabled is false" in str(alone.notes[0])
+    for given in (
+        {"quantize_training": {"enabled": True}, "eigenvalue": section},
+        {"quantize_training": {"enabled": True, "eigenvalue": section}},
+    ):
+        found = DeepSpeedConfig({**BASE, **given}, world_size=1)
+        assert found.notes == []
+        assert (found.schema.eigenvalue.stability, found.schema.eigenvalue.layer_name) == (0, "layers")
+    with pytest.raises(DeepSpeedConfigError, match=r"eigenvalue\.stability: .*greater than or equal to 0, found -1"):
+        DeepSpeedConfig({**BASE, "eigenvalue": {"stability": -1}}, world_size=1)
 
 
 def test_keys_of_blocks_are_of_one_method():
