@@ -30,6 +30,7 @@ from deepspeed.moe.placement import cuts_of_experts, spread_experts
 from deepspeed.moe.utils import split_experts
 from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.ops.precompile import KernelPrecompiler
+from deepspeed.ops.sparse_attention.sparse_self_attention import give_patterns
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.mpu import current_layout
 from deepspeed.pipe.axes import model_kind
@@ -103,6 +104,7 @@ class _Assembly:
         watch_hangs(self.schema)  # first: groups that are made from now on wait as long as it says
         self.layout = self._layout()
         self.compression = compression_of_engine(self.schema, self.module, self.request.mpu, whole=self.kind.whole)
+        give_patterns(self.schema.sparse_attention, self.module, whole=self.kind.whole)
         self.precision = Precision.from_config(self.schema, sequence_size=self.layout.sequence.size)
         quantise_named(self.module, self.schema.weight_quantization)
         settle(self.module, self.precision.param, self.layout.tensor.size)

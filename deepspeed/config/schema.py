@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, model_vali
 
 from deepspeed.log import get_log_level_from_string, log_levels
 
+from .attention import SparseAttentionConfig
 from .autotuning import DeepSpeedAutotuningConfig
 from .checkpoint import CheckpointConfig
 from .compile import CompileConfig, Fp8Config, FusedKernelsConfig, HybridEngineConfig
@@ -33,6 +34,7 @@ from .model import (
     key,
     no_effect,
     not_boolean,
+    off_is_none,
     raise_together,
 )
 from .monitor import (
@@ -61,6 +63,10 @@ from .precision import (
 )
 from .rules import violations
 from .zero import DeepSpeedZeroConfig
+
+_IN_BACKGROUND = (
+    "checkpoint.writer.decoupled saves in the background, and engine.checkpoint_engine takes an engine of your own"
+)
 
 
 def _print_period(value: Any) -> Any:
@@ -158,7 +164,11 @@ class Schema(ConfigModel):
     bf16: DeepSpeedBF16Config = key(DeepSpeedBF16Config, "Training in bf16.")
     torch_autocast: TorchAutocastConfig = key(TorchAutocastConfig, "torch.autocast around forward.")
     data_types: DataTypesConfig = key(DataTypesConfig, "Dtypes by role, where they differ from the training dtype.")
-    amp: Unbuilt = key(Unbuilt, "Apex mixed precision.", NotBuilt("Apex AMP (use bf16, fp16 or torch_autocast)"))
+    amp: Unbuilt = key(
+        Unbuilt,
+        "Apex mixed precision.",
+        NotBuilt("Apex AMP", instead="turn on bf16, fp16 or torch_autocast, which do the same", package="apex"),
+    )
 
     # Memory
     zero_optimization: DeepSpeedZeroConfig = key(
@@ -223,7 +233,12 @@ class Schema(ConfigModel):
         ),
     )
     graph_harvesting: bool = key(
-        False, "Whether parts of the bf16 optimizer run as CUDA graphs.", NotBuilt("graph harvesting")
+        False,
+        "Whether parts of the bf16 optimizer run as CUDA graphs.",
+        NotBuilt(
+            "graph harvesting",
+            instead="engine.compile(compile_kwargs={'mode': 'reduce-overhead'}) runs the model as CUDA graphs",
+        ),
     )
 
     # Checkpoints
@@ -231,9 +246,13 @@ class Schema(ConfigModel):
     datastates_ckpt: ForeignOptions = key(
         None,
         "Options of the external DataStates checkpoint engine; false and null are off.",
-        NotBuilt("DataStates checkpoints"),
+        NotBuilt("DataStates checkpoints", instead=_IN_BACKGROUND, package="datastates"),
     )
-    nebula: Unbuilt = key(Unbuilt, "Checkpoints through Azure's Nebula.", NotBuilt("Nebula checkpoints"))
+    nebula: Unbuilt = key(
+        Unbuilt,
+        "Checkpoints through Azure's Nebula.",
+        NotBuilt("Nebula checkpoints", instead=_IN_BACKGROUND, package="torch_nebula"),
+    )
 
     # Data
     dataloader_drop_last: bool = key(
@@ -263,8 +282,8 @@ class Schema(ConfigModel):
         WeightQuantizationConfig, "Frozen weights that rest in 4 or 8 bits."
     )
     hybrid_engine: HybridEngineConfig = key(HybridEngineConfig, "Training and generation with one set of weights.")
-    sparse_attention: ForeignOptions = key(
-        None, "Layout of block-sparse attention; false and null are off.", NotBuilt("sparse attention")
+    sparse_attention: Annotated[SparseAttentionConfig | None, BeforeValidator(off_is_none)] = key(
+        None, "The pattern of SparseSelfAttention modules that have none of their own; false and null are off."
     )
     vocabulary_size: PositiveCount | None = key(
         None, "Size of the vocabulary, in tokens; a warning follows if it is no multiple of 8."

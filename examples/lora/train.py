@@ -5,7 +5,7 @@ deepspeed --num_gpus 2 examples/lora/train.py
 
 from __future__ import annotations
 
-import tempfile
+import argparse
 from pathlib import Path
 
 import torch
@@ -35,22 +35,26 @@ def build() -> LlamaForCausalLM:
 
 
 def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--steps", type=int, default=30)
+    options.add_argument("--output", default="adapter", help="the folder that the adapters go to")
+    options.add_argument("--local_rank", type=int)
+    given = options.parse_args()
     engine, *_ = deepspeed.initialize(model=build(), config=str(Path(__file__).with_name("ds_config.json")))
     losses = []
-    for step in range(30):
+    for step in range(given.steps):
         ids = ((torch.arange(16) + 7 * (step + torch.arange(4)[:, None])) % 64).to(engine.device)
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
     layer = engine.module.model.layers[0].mlp.gate_proj
-    folder = Path(tempfile.gettempdir()) / "deepspeed-lora-example"
-    save_adapters(engine.module, folder)
-    load_adapters(build(), folder)
+    save_adapters(engine.module, given.output)
+    load_adapters(build(), given.output)
     if engine.global_rank == 0:
         trained = sum(param.numel() for param in engine.module.parameters() if param.requires_grad)
-        print(f"{trained:,} parameters trained; a weight of {layer.input_dim} x {layer.output_dim} takes", end=" ")
-        print(f"{layer.held.nbytes:,} bytes on a rank; loss {losses[0]:.2f} to {losses[-1]:.2f}; adapters in {folder}")
+        print(f"{trained:,} parameters trained; loss {losses[0]:.2f} to {losses[-1]:.2f}; adapters in {given.output}")
+        print(f"a weight of {layer.input_dim} x {layer.output_dim} takes {layer.held.nbytes:,} bytes on a rank")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ FEATURES = {
     "DeepCompile": "compiled graphs over sharded parameters, and passes over them",
     "compression": "the quantiser of MoQ as a class",
     "hybrid engine": "helpers of its graphs",
-    "kernels": "Evoformer attention, floating point quantisation",
     "inference": "the config of a layer of DeepSpeed's injected kernels",
     "rollout": "continuous batches and distillation, as helpers",
-    "sparse attention": "attention over blocks",
 }
 
 
