@@ -246,7 +246,7 @@ class CompressedLayer(nn.Module):
     def effective(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias that the layer computes with now."""
         state, cut = self.compressed, cut_of(self)
-        weight: Any = self._parameters["weight"]
+        weight: Any = self._parameters.get("weight")  # none where integers rest
         bias: Any = self._parameters.get("bias")
         if state.weights is not None and state.weights_on:
             keep = self.training and not state.weights.in_forward and not hasattr(weight, "ds_id")
