@@ -147,10 +147,9 @@ class CapturedGraph:
 class _RunsInEngine:
     """A compiled graph that its engine knows to run; called as torch calls what compilers return."""
 
-    _boxed_call = True
-
     def __init__(self, compiled: Compiled, facts: GraphFacts, host: GraphHost) -> None:
         self._compiled, self._facts, self._host = compiled, facts, host
+        self._boxed_call = True  # of the object: torch wraps it, and copies what objects have
 
     def __call__(self, args: list[Any]) -> Any:
         with self._host.running(self._facts):

@@ -283,10 +283,4 @@ def deep_compile(
             "false",
             path="compile.deepcompile",
         )
-    if not torch._dynamo.config.inline_inbuilt_nn_modules:
-        raise DeepSpeedConfigError(
-            "compile.deepcompile: torch._dynamo.config.inline_inbuilt_nn_modules is off, so that graphs hide their "
-            "parameters; leave it on",
-            path="compile.deepcompile",
-        )
     return DeepCompile(parts, backend, options, registry.schedule(schedule or default_schedule(stage), stage), step)
