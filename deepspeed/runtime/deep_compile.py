@@ -125,9 +125,12 @@ class DeepCompile:
             self._entry, self.limits = entry, self._measure()
             passes = self._schedule.entries[entry]
             self.compilers.append(GraphCompiler(self, self._backend, passes, log=self._section.debug_log))
-            self._compiled = torch.compile(
-                self._parts.module._call_impl, backend=self.compilers[-1], **self._options
-            )  # type: ignore[call-overload]
+            module = self._parts.module
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return module._call_impl(*args, **kwargs)  # torch does not capture it otherwise
+
+            self._compiled = torch.compile(call, backend=self.compilers[-1], **self._options)
             log_dist(f"DeepCompile from step {entry} on: {', '.join(each.name for each in passes)}")
         return self._compiled
 

@@ -32,14 +32,19 @@ def hidden(function: F) -> F:
 
 def passed_over(function: F) -> F:
     """The function, which does nothing where torch.compile captures its caller, and runs as it is elsewhere."""
-    frames: Any = torch._C._dynamo.eval_frame
 
     def call(*args: Any) -> Any:
         return None if torch.compiler.is_compiling() else function(*args)
 
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(skip, skip))
+    runs_in_python(call)
     return call  # type: ignore[return-value]
+
+
+def runs_in_python(function: Callable[..., Any]) -> None:
+    """Where nothing is captured that calls a function, neither is the function itself."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 _KEY = "_external_params"
@@ -58,7 +63,12 @@ class WatchedParameters(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
         coordinator = self._coordinator
-        if param is not None and (param.numel() == 0 or coordinator.shapes) and coordinator.current is not None:
+        if coordinator.shapes is not None:
+            if torch.compiler.is_compiling():
+                return param
+        elif param is None or param.numel():
+            return param
+        if param is not None and coordinator.current is not None:
             shard = shard_of(param)
             if shard is not None and not shard.whole and shard.numel:
                 coordinator.also(shard)
@@ -143,6 +153,7 @@ class ModuleHooks:
     def give_way(self, shapes: WholeShapes) -> None:
         """Let graphs gather what they use; modules that run outside of them are gathered as before."""
         self._captured, self._coordinator.shapes = True, shapes
+        runs_in_python(WatchedParameters.__getitem__)
         if self.handles:
             self.remove()
             self.install()
