@@ -191,7 +191,9 @@ class GraphCompiler:
             frame = reason.user_stack[-1] if reason.user_stack else None
             where = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown line"
             text = str(reason.reason).strip().splitlines()[0]
-            log_dist_once(f"DeepCompile: graph {number} breaks at {where}: {text}; what cannot be captured runs in Python")
+            log_dist_once(
+                f"DeepCompile: graph {number} breaks at {where}: {text}; what cannot be captured runs in Python"
+            )
         if any(isinstance(each, torch.SymInt) for each in inputs):
             log_dist_once(f"DeepCompile: graph {number} has dynamic shapes, from {_first_line(module)} on")
 
@@ -213,7 +215,7 @@ def _first_line(module: fx.GraphModule) -> str:
 def _uncompiled(captured: CapturedGraph, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """The graphs as they are."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
+    from functorch.compile import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def compiles(backward: bool) -> CompileGraph:

@@ -64,9 +64,7 @@ class PassRegistry:
                 path="compile",
             )
         if name in self.known:
-            raise DeepSpeedConfigError(
-                f"a pass {name!r} is registered already; choose another name", path="compile"
-            )
+            raise DeepSpeedConfigError(f"a pass {name!r} is registered already; choose another name", path="compile")
         self.known[name] = CompilePass(name, function, PassContract.of(contract))
 
     def find(self, given: Any) -> CompilePass:

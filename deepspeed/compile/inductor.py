@@ -9,7 +9,6 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.cudagraph_utils import BoxedBool
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from deepspeed.errors import UsageError
@@ -32,9 +31,7 @@ class _SeesBoth(CustomGraphPass):
         return "deepspeed.compile"
 
 
-def by_inductor(
-    captured: CapturedGraph, module: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]
-) -> Any:
+def by_inductor(captured: CapturedGraph, module: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
     """Let inductor compile what passes make of a captured graph; `options` are inductor's."""
     if inductor_config.joint_custom_pre_pass is not None:
         raise UsageError(
@@ -43,7 +40,6 @@ def by_inductor(
         )
 
     def inner(graph: fx.GraphModule, fakes: Sequence[Any], **kwargs: Any) -> Any:
-        kwargs["cudagraphs"] = BoxedBool(False)  # the memory of parameters comes and goes
         return captured.compile(
             graph, bool(kwargs.get("is_backward")), lambda: compile_fx_inner(graph, fakes, **kwargs)
         )
@@ -51,4 +47,6 @@ def by_inductor(
     # A cache by the captured graph would not know what passes have made of it; the cache of inductor does.
     without_cache = functorch_config.patch(enable_autograd_cache=False)
     with without_cache, inductor_config.patch(joint_custom_pre_pass=_SeesBoth(captured)):
-        return compile_fx(module, inputs, inner_compile=inner, config_patches=options or None)
+        # No CUDA graphs: the memory of parameters comes and goes.
+        patches = {**options, "triton.cudagraphs": False}
+        return compile_fx(module, inputs, inner_compile=inner, config_patches=patches)

@@ -57,7 +57,8 @@ class CompileConfig(Section):
         False,
         "Whether saved activations wait in host memory.",
         NotBuilt(
-            "DeepCompile's offload of activations", instead="use activation_checkpointing.cpu_checkpointing, or turn it off"
+            "DeepCompile's offload of activations",
+            instead="use activation_checkpointing.cpu_checkpointing, or turn it off",
         ),
     )
     offload_activation_pin_memory: bool = key(
@@ -69,15 +70,14 @@ class CompileConfig(Section):
         False,
         "Whether optimizer states wait in host memory during forward and backward.",
         NotBuilt(
-            "DeepCompile's offload of optimizer states", instead="use zero_optimization.offload_optimizer, or turn it off"
+            "DeepCompile's offload of optimizer states",
+            instead="use zero_optimization.offload_optimizer, or turn it off",
         ),
     )
     offload_parameters: bool = key(
         False,
         "Whether parameters wait in host memory.",
-        NotBuilt(
-            "DeepCompile's offload of parameters", instead="use zero_optimization.offload_param, or turn it off"
-        ),
+        NotBuilt("DeepCompile's offload of parameters", instead="use zero_optimization.offload_param, or turn it off"),
     )
     symmetric_memory: bool = key(
         False, "Whether gathers use symmetric memory.", NotBuilt("symmetric memory under DeepCompile")

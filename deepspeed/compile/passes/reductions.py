@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from deepspeed.compile.graph import StepGraph
 
 
@@ -9,7 +11,7 @@ def add_reductions(graph: StepGraph) -> None:
     """Hand over every gradient of a parameter as soon as it is there; the graph returns it no more."""
     if not graph.backward:
         return
-    returned = list(graph.output.args[0])
+    returned: list[Any] = list(cast("tuple[Any, ...]", graph.output.args[0]))
     for place, parameter in graph.gradients.items():
         grad = returned[place]
         if grad is not None:
