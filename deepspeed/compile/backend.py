@@ -188,12 +188,11 @@ class GraphCompiler:
         """Log once why a graph ends early, and that it has sizes that change."""
         reason: Any = getattr(module, "compile_subgraph_reason", None)
         if reason is not None and reason.graph_break:
-            frame = reason.user_stack[-1] if reason.user_stack else None
+            stack = list(reversed(reason.user_stack))
+            frame = next((each for each in stack if "/torch/" not in each.filename), stack[0] if stack else None)
             where = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown line"
             text = str(reason.reason).strip().splitlines()[0]
-            log_dist_once(
-                f"DeepCompile: graph {number} breaks at {where}: {text}; what cannot be captured runs in Python"
-            )
+            log_dist_once(f"DeepCompile: graph {number} ends at {where}, which runs in Python: {text}")
         if any(isinstance(each, torch.SymInt) for each in inputs):
             log_dist_once(f"DeepCompile: graph {number} has dynamic shapes, from {_first_line(module)} on")
 

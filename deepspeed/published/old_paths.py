@@ -438,7 +438,6 @@ _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 # module or name of a feature that is still to come, with all below it → what to use meanwhile
 COMING: dict[str, str] = {
     "deepspeed.autotuning": "python -m deepspeed.config check and ds_preflight estimate memory",
-    "deepspeed.compile": "set compile in the config, or use torch.compile",
     "deepspeed.linear": "PEFT has LoRA and quantised linear layers",
     "deepspeed.nebula": "checkpoints are saved in the background with checkpoint.writer in the config",
     "deepspeed.ops.deepspeed4science": "use torch's scaled_dot_product_attention with a bias as its mask",

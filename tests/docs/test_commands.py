@@ -51,6 +51,7 @@ SHORT = {
     "examples/gpt/memory.py": ["--width", "32"],
     "examples/moe/mixtral.py": ["--steps", "3", "--output", "{tmp}"],
     "examples/moe/train.py": ["--steps", "3"],
+    "examples/compile/train.py": ["--steps", "2"],
     "examples/verify/train.py": ["--steps", "4"],
     "examples/serve/model.py": ["--steps", "2", "--output", "{tmp}"],
 }
