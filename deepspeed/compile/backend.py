@@ -108,6 +108,8 @@ class CapturedGraph:
         for each in self.passes:
             each.function(graph)
             module.graph.lint()
+        for node in module.graph.nodes:
+            node.meta.pop("mutation_region_id", None)  # what inductor noted before there were writes
         module.recompile()
         facts = GraphFacts(self.number, backward, tuple(graph.operations()), self.kept, graph.peak())
         if self.log:

@@ -108,9 +108,15 @@ class StepGraph:
         """Have a parameter whole before a node."""
         return self._call(WAIT, (place, self.token, self.handle, self.parameters[place].number), before)
 
-    def release(self, place: Node, *, after: Node) -> Node:
-        """Let go of a parameter after a node."""
-        return self._call(RELEASE, (place, self.token, self.handle, self.parameters[place].number), after.next)
+    def release(self, place: Node, readers: Sequence[Node]) -> Node:
+        """Let go of a parameter after the last of those that read it, when all of them have their results."""
+        last = readers[-1]
+        made = computed_from(self.module.graph.nodes, self.parameters)
+        results = list(dict.fromkeys(result for reader in readers if reader not in made for result in _results(reader)))
+        place_of = {node: place for place, node in enumerate(self.module.graph.nodes)}
+        last = max([last, *results], key=place_of.__getitem__)
+        number = self.parameters[place].number
+        return self._call(RELEASE, (place, self.token, self.handle, number, results), last.next)
 
     def reduce(self, grad: Node, parameter: GraphParameter) -> Node:
         """Hand over a gradient as soon as it is there."""
@@ -169,6 +175,13 @@ def recompute_from(graph: fx.Graph, parameters: Mapping[Node, Any]) -> None:
         if node.op == "call_function" and not _is_random(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = _REGION
+
+
+def _results(node: Node) -> list[Node]:
+    """The tensors that a node computes: itself, or those that are taken out of its tuple."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return [node]
+    return [user for user in node.users if isinstance(user.meta.get("val"), torch.Tensor)]
 
 
 def _is_random(node: Node) -> bool:

@@ -2,7 +2,8 @@
 
 Each of them writes a token that the graph begins with. So compilers keep their order, which all ranks share, and keep
 them although nothing reads what they return. The memory of a parameter is filled by `wait` and freed by `release`; both
-say that they write the parameter, so that what reads it stays between them.
+say that they write the parameter, so that what reads it stays behind `wait`; `release` takes the results of all that
+reads it, since compilers put off what they compute element by element.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _wait(param: Tensor, token: Tensor, handle: int, number: int) -> None:
     RUNTIMES[handle].wait(number)
 
 
-def _release(param: Tensor, token: Tensor, handle: int, number: int) -> None:
+def _release(param: Tensor, token: Tensor, handle: int, number: int, readers: list[Tensor]) -> None:
     RUNTIMES[handle].release(number)
 
 
@@ -72,7 +73,7 @@ def _no_result(*_: Any) -> None:
 for _schema, _function in (
     ("start(int[] numbers, Tensor(a!) token, int handle) -> ()", _start),
     ("wait(Tensor(a!) param, Tensor(b!) token, int handle, int number) -> ()", _wait),
-    ("release(Tensor(a!) param, Tensor(b!) token, int handle, int number) -> ()", _release),
+    ("release(Tensor(a!) param, Tensor(b!) token, int handle, int number, Tensor[] readers) -> ()", _release),
     ("reduce(Tensor grad, Tensor(a!) token, int handle, int number, bool owned) -> ()", _reduce),
 ):
     _name = _LIBRARY.define(_schema)

@@ -17,7 +17,7 @@ def add_z3_gather_release(graph: StepGraph) -> None:
         graph.start([parameter], before=first)
         graph.wait(place, before=first)
         if parameter.number not in graph.kept:
-            graph.release(place, after=used[-1])
+            graph.release(place, used)
     add_reductions(graph)
 
 
