@@ -77,6 +77,8 @@ class CapturedGraph:
     places: dict[str, GraphParameter] = field(default_factory=dict)
     """By the name of the input, which is the same in all graphs that are made of this one."""
     kept: frozenset[int] = frozenset()
+    facts: list[GraphFacts] = field(default_factory=list)
+    """Of its forward and its backward, once they are compiled."""
     seconds: float = 0.0
     """Spent in passes and compilers."""
 
@@ -112,6 +114,7 @@ class CapturedGraph:
             node.meta.pop("mutation_region_id", None)  # what inductor noted before there were writes
         module.recompile()
         facts = GraphFacts(self.number, backward, tuple(graph.operations()), self.kept, graph.peak())
+        self.facts.append(facts)
         if self.log:
             log_dist(f"{facts.describe()}, after {', '.join(each.name for each in self.passes)}:\n{module.code}")
         compiled = compiler()
@@ -215,8 +218,8 @@ def _first_line(module: fx.GraphModule) -> str:
 
 def _uncompiled(captured: CapturedGraph, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """The graphs as they are."""
-    from torch._dynamo.backends.common import aot_autograd
     from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def compiles(backward: bool) -> CompileGraph:

@@ -8,14 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-import deepspeed
-from deepspeed.compile.passes import prefetch, selective_gather, zero3_compile
-from deepspeed.errors import CommError
 from deepspeed.log import logger
-from deepspeed.zero.parameters.shard import shard_of
 from tests.closeness import assert_same_training
 from tests.harness import ranks
-from tests.user_models import MODELS, WIDTH, CalledTwice, Checkpointed, Odd, Primes, Tied, Two, run
+from tests.user_models import MODELS, WIDTH, Odd, Primes, Tied, Two, run
 
 DEEP = {"compile": {"deepcompile": True}}
 
@@ -63,7 +59,39 @@ def test_models(kind):
     for stage in (2, 3):
         assert_same_training(run(kind, stage, config=DEEP, each=compiled(seen)), expected)
         deep = seen[-1]
-        assert deep.runs == 8 * len(graphs(deep)) and graphs(deep), "forward and backward of 4 steps are all captured"
+        assert graphs(deep)
+        assert deep.runs == 8 * len(graphs(deep)), "forward and backward of 4 steps run as graphs"
+
+
+@ranks(2)
+def test_gathered_memory_is_bounded_by_the_passes():
+    """What is gathered at once is what the passes planned, and less than the model; residents stay."""
+    expected, seen, most = run(Primes, 0), [], []
+
+    def each(step, engine):
+        compiled(seen, schedule=[(0, ["zero3_compile", "prefetch"]), (2, ["zero3_compile", "selective_gather"])])(
+            step, engine
+        )
+        deep = seen[0]
+        if step == 0:
+            start = deep.start
+
+            def counted(numbers):
+                start(numbers)
+                alive = [shard for shard in deep._shards.values() if shard.whole or shard.pending is not None]
+                most.append((deep._entry, sum(shard.numel * 4 for shard in alive)))
+
+            deep.start = counted
+
+    assert_same_training(run(Primes, 3, config=DEEP, each=each), expected)
+    deep = seen[0]
+    peaks = [facts.peak for captured in deep.compilers[0].captured for facts in captured.facts]
+    whole = sum(shard.numel * 4 for shard in deep._shards.values())
+    assert 0 < max(size for entry, size in most if entry == 0) <= max(peaks) < whole
+    assert len(deep.resident) == len(deep._shards), "all of it fits into memory"
+    assert not any(
+        facts.operations[0][0] == "gather" for facts in deep.compilers[1].captured[0].facts if facts.operations
+    )
 
 
 @pytest.mark.slow
