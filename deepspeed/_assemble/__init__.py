@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from deepspeed import comm
 from deepspeed._assemble.observers import watch, watch_hangs
 from deepspeed.checkpoint.pretrained import fill, take_place
-from deepspeed.compression.build import compression_of_engine, require_trained
+from deepspeed.compression.build import compression_of_engine, require_trained, watch_curvature
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.features import unused_by_model
 from deepspeed.data.loader import CurriculumDataLoader
@@ -24,11 +24,13 @@ from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
 from deepspeed.hybrid.engine import DeepSpeedHybridEngine
+from deepspeed.linear.context_manager import quantise_named, settle
 from deepspeed.log import set_log_level_from_string
 from deepspeed.moe.placement import cuts_of_experts, spread_experts
 from deepspeed.moe.utils import split_experts
 from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.ops.precompile import KernelPrecompiler
+from deepspeed.ops.sparse_attention.sparse_self_attention import give_patterns
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.mpu import current_layout
 from deepspeed.pipe.axes import model_kind
@@ -102,9 +104,12 @@ class _Assembly:
         watch_hangs(self.schema)  # first: groups that are made from now on wait as long as it says
         self.layout = self._layout()
         self.compression = compression_of_engine(self.schema, self.module, self.request.mpu, whole=self.kind.whole)
+        give_patterns(self.schema.sparse_attention, self.module, whole=self.kind.whole)
+        self.precision = Precision.from_config(self.schema, sequence_size=self.layout.sequence.size)
+        quantise_named(self.module, self.schema.weight_quantization)
+        settle(self.module, self.precision.param, self.layout.tensor.size)
         self.split = self._split()
         self.local_rank, self.device = rank_device()
-        self.precision = Precision.from_config(self.schema, sequence_size=self.layout.sequence.size)
         self.precision.require_device()
         self.precompiler = self._precompiler()
         fuse(self.schema, self.module, self.stack, self.precompiler, self.precision.param, whole=self.kind.whole)
@@ -117,6 +122,8 @@ class _Assembly:
         self.optimizer = self._optimizer()
         if self.compression is not None:
             require_trained(self.module, self.optimizer)
+            alike = self.kind.whole and self.experts is None
+            watch_curvature(self.compression, self.schema, self.module, self.layout, alike=alike)
         self._hold_states()
         parts = self._parts()
         self.kind.warn_if_frozen(self.optimizer)

@@ -93,6 +93,7 @@ def watch(parts: Parts, stack: ExitStack) -> None:
         stack.callback(MonitorSubscriber(parts.monitor, times=times).attach(events).close)
     writes = _write_events(parts, stack)
     _trace(parts, stack)
+    _tune(parts, stack)
     if parts.experts is not None and (parts.monitor.enabled or writes):
         stack.callback(RouterStatistics(parts.module, parts.layout.samples).attach(events).close)
     _verify(parts, stack)
@@ -173,6 +174,28 @@ def _trace(parts: Parts, stack: ExitStack) -> None:
         from deepspeed.profiling.trace import StepTrace  # torch's profiler is slow to import
 
         stack.callback(StepTrace(section, comm.get_rank(), _kinds(parts)).attach(parts.events).close)
+
+
+def _tune(parts: Parts, stack: ExitStack) -> None:
+    """Measure the window of `autotuning`, and end this run then."""
+    section = parts.config.schema.autotuning
+    if not section.enabled:
+        return
+    from deepspeed.profiling.autotuning import RunSize, TuningRun  # torch's formulas are slow to import
+
+    ranks = parts.kind.model_ranks(parts.layout).size
+    params = list(parts.module.parameters())
+    total = ranks * sum(map(numel_of, params))
+    trained = ranks * sum(numel_of(param) for param in params if param.requires_grad)
+
+    def sizes() -> RunSize:
+        batch = parts.batch
+        if batch is None:
+            return RunSize(parts.layout.data.size, 1, parts.accumulation.steps)
+        return RunSize(batch.train, batch.micro, batch.steps)
+
+    run = TuningRun(section, parts.module, sizes, lambda: (total, trained), writes=comm.get_rank() == 0)
+    stack.callback(run.attach(parts.events).close)
 
 
 def _close_if_alive(writer: weakref.ref[EventWriter]) -> None:

@@ -14,6 +14,7 @@ from deepspeed.config.load import is_filled, is_inert, unresolved
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.monitor.monitor import folder_of
+from deepspeed.ops.sparse_attention.sparse_self_attention import sparsity_of
 from deepspeed.precision.policy import Precision, make_scale
 from deepspeed.runtime.activation_checkpointing.configuration import CheckpointingSettings, given_settings
 from deepspeed.runtime.lr_schedules import build_scheduler
@@ -60,6 +61,7 @@ def _refused(config: DeepSpeedConfig) -> Iterator[DeepSpeedConfigError]:
         lambda: _monitors(schema),
         lambda: _optimizer(schema),
         lambda: _schedule(schema, config.loaded.autos),
+        lambda: schema.sparse_attention and sparsity_of(schema.sparse_attention, num_heads=1),
     ]
     for attempt in attempts:
         try:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from deepspeed.ops.codecs import rows as numbers
 from deepspeed.ops.codecs.formats import FORMATS
@@ -105,6 +106,67 @@ class BlockCodec:
 
 
 @dataclass(frozen=True)
+class RangeCodec:
+    """A block codec of what elements differ by from the middle of their block's range, which is kept as a float32."""
+
+    inner: BlockCodec
+
+    @property
+    def name(self) -> str:
+        return f"{self.inner.name} range"
+
+    @property
+    def block(self) -> int:
+        """Elements that share a scale and a middle."""
+        return self.inner.block
+
+    def payload_bytes(self, numel: int) -> int:
+        return self.inner.payload_bytes(numel)
+
+    def scales(self, numel: int) -> int:
+        return self.inner.scales(numel)
+
+    def nbytes(self, numel: int) -> int:
+        return self._begin(numel) + self.inner.nbytes(numel)
+
+    def parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        return self.inner.parts(message[..., self._begin(numel) :], numel)
+
+    def encode(self, values: Tensor, message: Tensor | None = None) -> Tensor:
+        numel = values.shape[-1]
+        if message is None:
+            message = values.new_empty(*values.shape[:-1], self.nbytes(numel), dtype=torch.uint8)
+        rows, wide = _rows(message), _rows(values).float()
+        padded = pad(wide.unsqueeze(0), (0, -numel % self.block), mode="replicate").squeeze(0)
+        blocks = padded.unflatten(1, (-1, self.block))
+        middles = (blocks.amin(-1) + blocks.amax(-1)) / 2
+        self._middles(rows, numel).copy_(middles)
+        self.inner.encode(wide - self._spread(middles, numel), rows[:, self._begin(numel) :])
+        return message
+
+    def decode(self, message: Tensor, out: Tensor) -> Tensor:
+        rows, numel = _rows(message), out.shape[-1]
+        wide = out.new_empty(len(rows), numel, dtype=torch.float32)
+        self.inner.decode(rows[:, self._begin(numel) :], wide)
+        return out.copy_(wide.add_(self._spread(self._middles(rows, numel), numel)).view(out.shape))
+
+    def decode_sum(self, messages: Tensor, out: Tensor) -> Tensor:
+        numel = out.shape[-1]
+        self.inner.decode_sum(messages[:, self._begin(numel) :], total := out.float())
+        return out.copy_(total.add_(self._spread(self._middles(messages, numel).sum(0, keepdim=True), numel)[0]))
+
+    def _begin(self, numel: int) -> int:
+        """Where the message of the block codec begins."""
+        return _aligned(4 * self.scales(numel), _ALIGNED)
+
+    def _middles(self, rows: Tensor, numel: int) -> Tensor:
+        return rows[:, : 4 * self.scales(numel)].view(torch.float32)
+
+    def _spread(self, middles: Tensor, numel: int) -> Tensor:
+        return middles.repeat_interleave(self.block, -1)[:, :numel]
+
+
+@dataclass(frozen=True)
 class SignCodec:
     """Signs with one scale, the root of the mean square (‖x‖₂ / √n); the sign of zero is plus."""
 
@@ -156,6 +218,12 @@ SIGN = SignCodec()
 def block_codec(form: str, block: int | None = None) -> BlockCodec:
     """The codec of a format, with its usual blocks if none is given."""
     return BlockCodec(form, BLOCKS[form] if block is None else block)
+
+
+def group_codec(bits: int, group: int, *, symmetric: bool) -> BlockCodec | RangeCodec:
+    """Integers of so many bits; groups have a scale, and unless they are symmetric the middle of their range."""
+    inner = BlockCodec(f"int{bits}", group)
+    return inner if symmetric else RangeCodec(inner)
 
 
 def codec_of(name: str) -> Codec:

@@ -9,7 +9,7 @@ parameters whole. Gradients pass through the rounding to the parameter.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,12 @@ from deepspeed.compression.layer_state import (
     over_inputs,
     require_whole,
 )
+from deepspeed.compression.snip import MOMENTUM, BlockRemoval
 from deepspeed.compression.stored import require_rows
 from deepspeed.compression.utils import TopKBinarizer, kept_of, stand_in
 from deepspeed.errors import UsageError
 from deepspeed.ops.quantizer.groups import Reduce, in_steps, round_groups
-from deepspeed.parallel.regions import GroupMembers, between, cut_of, enter, joined, leave, own
+from deepspeed.parallel.regions import GroupMembers, Way, between, cut_of, enter, joined, leave, own
 from deepspeed.transformers.replacement import whole_shape
 
 __all__ = [
@@ -160,14 +161,56 @@ class CompressedLayer(nn.Module):
         """Keep a share of the elements of the weight."""
         self._prune("sparse_pruning", ratio, method)
 
+    def enable_block_pruning(self, removal: BlockRemoval) -> None:
+        """Keep a share of blocks of the weight, which the gradients choose while a schedule goes on."""
+        state, weight = self.compressed, self._parameters["weight"]
+        assert weight is not None, "the layer has a weight"
+        shape, label = whole_shape(weight), state.name or type(self).__name__
+        blocks = removal.counts(shape, label)
+        _require_some(removal.ratio, math.prod(blocks), "sparse_pruning", label)
+        self.register_buffer(_mask("sparse_pruning"), torch.ones(shape, dtype=torch.bool, device=weight.device))
+        # the bits of float32 numbers: a cast of the model to a narrow dtype leaves whole numbers alone
+        self.register_buffer(_scores("sparse_pruning"), torch.zeros(blocks, dtype=torch.int32, device=weight.device))
+        state.prunings["sparse_pruning"] = Pruning("snip_momentum", removal.ratio, removal=removal)
+
+    @torch.no_grad()
+    def see_gradient(self, grad: Tensor, value: Tensor) -> None:
+        """Add to the scores of blocks by how much the loss would change without them, to first order."""
+        removal, _, scores = self._blocks()
+        found = removal.summed((grad.float() * value.float()).abs().to(scores.device))
+        if bool(found.isfinite().all()):  # else the step is skipped
+            scores.mul_(MOMENTUM).add_(found)
+
+    @torch.no_grad()
+    def remove_blocks(self, step: int) -> None:
+        """Let the blocks go that a schedule removes at a step."""
+        removal, mask, scores = self._blocks()
+        if not removal.removes(step):
+            return
+        if not bool(scores.any()):
+            raise UsageError(
+                f"compression_training.sparse_pruning: method is snip_momentum, and no gradient of "
+                f"{self.compressed.name or type(self).__name__} was seen before step {step}. Call before_step() of the "
+                "compression_scheduler between backward and optimizer.step(), and leave frozen layers out"
+            )
+        kept = removal.kept(scores, removal.summed(mask.float()) > 0, step)
+        mask.copy_(removal.spread(kept, mask.shape))
+
+    def _blocks(self) -> tuple[BlockRemoval, Tensor, Tensor]:
+        """Which blocks go when, the mask of elements, and the scores of blocks."""
+        removal = self.compressed.prunings["sparse_pruning"].removal
+        mask, bits = (self._buffers[name("sparse_pruning")] for name in (_mask, _scores))
+        assert removal is not None, "the method is snip_momentum"
+        assert mask is not None, "which has a mask"
+        assert bits is not None, "and scores"
+        return removal, mask, bits.view(torch.float32)
+
     def _prune(self, name: str, ratio: float, method: str, heads: int = 1) -> None:
         """Choose what goes by how large it is now: for good (l1), or as the scores that are trained from here."""
         state = self.compressed
         require_whole(self, f"compression_training.{name}")
         importance = self._importance(name, heads)
-        label = f"compression_training.{name}: dense_ratio {ratio} of {state.name or type(self).__name__}"
-        if not kept_of(ratio, importance.numel()):
-            raise UsageError(f"{label} keeps none of {importance.numel()}; use a larger one")
+        _require_some(ratio, importance.numel(), name, state.name or type(self).__name__)
         if method == "topk":
             self.register_parameter(_scores(name), nn.Parameter(importance / importance.amax().clamp(min=1e-12)))
         else:
@@ -203,7 +246,7 @@ class CompressedLayer(nn.Module):
     def effective(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias that the layer computes with now."""
         state, cut = self.compressed, cut_of(self)
-        weight: Any = self._parameters["weight"]
+        weight: Any = self._parameters.get("weight")  # none where integers rest
         bias: Any = self._parameters.get("bias")
         if state.weights is not None and state.weights_on:
             keep = self.training and not state.weights.in_forward and not hasattr(weight, "ds_id")
@@ -279,8 +322,9 @@ class CompressedLayer(nn.Module):
         if bias is not None and name in ("row_pruning", "channel_pruning"):
             bias.mul_(mask.view(-1).to(bias.dtype))
         del state.prunings[name]
-        self._buffers.pop(_mask(name), None)
-        self._parameters.pop(_scores(name), None)
+        for held in (self._buffers, self._parameters):
+            held.pop(_mask(name), None)
+            held.pop(_scores(name), None)
         kept = spread.flatten()
         if dim is not None:
             self.take(kept, dim)
@@ -324,6 +368,13 @@ class CompressedLayer(nn.Module):
 
 def _numel(param: Any) -> int:
     return math.prod(whole_shape(param))
+
+
+def _require_some(ratio: float, count: int, technique: str, label: str) -> None:
+    if not kept_of(ratio, count):
+        raise UsageError(
+            f"compression_training.{technique}: dense_ratio {ratio} of {label} keeps none of {count}; use a larger one"
+        )
 
 
 def _mask(name: str) -> str:
@@ -437,18 +488,40 @@ class Embedding_Compress(CompressedLayer, nn.Embedding):  # type: ignore[misc]  
 
 
 class _MpuLinear(LinearLayer_Compress):
-    """A linear layer of which the ranks of an `mpu` have parts."""
+    """A linear layer of which the ranks of an `mpu` have parts: of its outputs (dim 0) or of its inputs (dim 1).
 
-    def __init__(self, mpu: Any, sizes: tuple[int, int], bias: bool, skip_bias_add: bool) -> None:
-        super().__init__(*sizes, bias=bias)
+    `whole`: what is split outside is whole: the output is joined, or the input cut.
+    """
+
+    def __init__(
+        self, mpu: Any, sizes: tuple[int, int], dim: Literal[0, 1], *, bias: bool, whole: bool, skip_bias_add: bool
+    ) -> None:
+        inputs, outputs = sizes
+        if dim == 0:
+            outputs = _share(outputs, mpu, "output_size")
+        else:
+            inputs = _share(inputs, mpu, "input_size")
+        super().__init__(inputs, outputs, bias=bias)
         self._ranks = GroupMembers(mpu.get_model_parallel_group())
-        self.skip_bias_add = skip_bias_add
+        self._dim, self._whole, self.skip_bias_add = dim, whole, skip_bias_add
 
-    def _answer(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> Any:
         """As Megatron's layers: (output, the bias if it was not added)."""
-        if self.skip_bias_add or self.bias is None:
-            return output, self.bias
-        return output + self.bias, None
+        part = enter(input_, self._ranks) if self._dim == 0 else self._crossed(input_, (own, joined))
+        output = nn.functional.linear(part, self.weight)
+        if self._dim == 1:
+            output = leave(output, self._ranks)
+        if self.bias is not None and not self.skip_bias_add:
+            output = output + self.bias
+        output = self._crossed(output, (joined, own)) if self._dim == 0 else output
+        return output, self.bias if self.skip_bias_add else None
+
+    def _crossed(self, tensor: Tensor, ways: tuple[Way, Way]) -> Tensor:
+        """From parts to the whole, or back."""
+        if not self._whole:
+            return tensor
+        size = self.out_features if self._dim == 0 else self.in_features
+        return between(tensor, self._ranks, [size] * self._ranks.size, -1, ways)
 
 
 def _share(size: int, mpu: Any, name: str) -> int:
@@ -470,16 +543,8 @@ class ColumnParallelLinear_Compress(_MpuLinear):
         gather_output: bool = True,
         skip_bias_add: bool = False,
     ) -> None:
-        super().__init__(mpu, (input_size, _share(output_size, mpu, "output_size")), bias, skip_bias_add)
-        self.gather_output = gather_output
-
-    def forward(self, input_: Tensor) -> Any:
-        """(output, bias if it was not added)."""
-        bias = None if self.skip_bias_add else self.bias
-        output = nn.functional.linear(enter(input_, self._ranks), self.weight, bias)
-        if self.gather_output:
-            output = between(output, self._ranks, [self.out_features] * self._ranks.size, -1, (joined, own))
-        return output, self.bias if self.skip_bias_add else None
+        sizes = input_size, output_size
+        super().__init__(mpu, sizes, 0, bias=bias, whole=gather_output, skip_bias_add=skip_bias_add)
 
 
 class RowParallelLinear_Compress(_MpuLinear):
@@ -494,12 +559,5 @@ class RowParallelLinear_Compress(_MpuLinear):
         input_is_parallel: bool = False,
         skip_bias_add: bool = False,
     ) -> None:
-        super().__init__(mpu, (_share(input_size, mpu, "input_size"), output_size), bias, skip_bias_add)
-        self.input_is_parallel = input_is_parallel
-
-    def forward(self, input_: Tensor) -> Any:
-        """(output, bias if it was not added)."""
-        part = input_
-        if not self.input_is_parallel:
-            part = between(input_, self._ranks, [self.in_features] * self._ranks.size, -1, (own, joined))
-        return self._answer(leave(nn.functional.linear(part, self.weight), self._ranks))
+        sizes = input_size, output_size
+        super().__init__(mpu, sizes, 1, bias=bias, whole=not input_is_parallel, skip_bias_add=skip_bias_add)

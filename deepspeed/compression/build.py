@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from deepspeed.compression.basic_layer import compression_of
 from deepspeed.compression.compress import compress
+from deepspeed.compression.eigenvalue import BlockCurvature, Eigenvalue
 from deepspeed.compression.plan import techniques_of
 from deepspeed.compression.scheduler import compression_scheduler
 from deepspeed.config.compression import (
@@ -19,9 +20,10 @@ from deepspeed.config.compression import (
 )
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.parallel import ParallelLayout
 from deepspeed.parallel.regions import cut_of
 
-__all__ = ["compression_of_engine", "require_trained"]
+__all__ = ["compression_of_engine", "require_trained", "watch_curvature"]
 
 
 def compression_of_engine(
@@ -46,6 +48,31 @@ def compression_of_engine(
     left = {name: type(each)() for name, each in on.items() if name in done}
     compress(module, section.model_copy(update=left), mpu, partly=not whole)
     return compression_scheduler(module, section)
+
+
+def watch_curvature(
+    schedule: compression_scheduler, schema: Schema, module: nn.Module, layout: ParallelLayout, *, alike: bool
+) -> None:
+    """Let eigenvalues decide how long bits last, as `eigenvalue` asks; `alike`: ranks have copies of one model."""
+    section = schema.eigenvalue
+    if not (section.enabled and schema.quantize_training.enabled):
+        return
+    if not alike or layout.data.size != layout.world.size:
+        raise DeepSpeedConfigError(
+            "eigenvalue.enabled is true, and ranks share the model or its sequences by stages, tensors, sequences or "
+            "experts; the Hessian is computed where all ranks are data-parallel. Remove the section, or these axes",
+            path="eigenvalue.enabled",
+        )
+    eigenvalue = Eigenvalue(
+        section.verbose,
+        section.max_iter,
+        section.tol,
+        section.stability,
+        section.gas_boundary_resolution,
+        section.layer_name,
+        section.layer_num,
+    )
+    schedule.curvature = BlockCurvature(eigenvalue, module, layout.data)
 
 
 def _section(schema: Schema) -> CompressionConfig:
@@ -82,16 +109,20 @@ def require_trained(module: nn.Module, optimizer: Optimizer | None) -> None:
     }
     for path, layer in module.named_modules():
         state = compression_of(layer)
-        scores = [] if state is None else [name for name, each in state.prunings.items() if each.method == "topk"]
-        for name in scores:
-            if cut_of(layer) is not None:
+        for name, pruning in () if state is None else state.prunings.items():
+            if pruning.method != "l1" and cut_of(layer) is not None:
                 raise UsageError(
-                    f"compression_training.{name}: method is topk, and tensor-parallel ranks share {path}; use l1"
+                    f"compression_training.{name}: method is {pruning.method}, and tensor-parallel ranks share {path}; "
+                    "use l1"
                 )
-            if optimizer is not None and any(
-                id(param) not in trained
-                for key, param in layer.named_parameters(recurse=False)
-                if key.endswith("scores")
+            if (
+                pruning.method == "topk"
+                and optimizer is not None
+                and any(
+                    id(param) not in trained
+                    for key, param in layer.named_parameters(recurse=False)
+                    if key.endswith("scores")
+                )
             ):
                 raise UsageError(
                     f"compression_training.{name}: method is topk, and the optimizer does not train the scores of "

@@ -17,11 +17,13 @@ from deepspeed.compression.plan import (
     compressed_layer,
     get_compress_methods,
     get_module_name,
+    groups_of,
     plans_of,
     techniques_of,
     unwrapped,
 )
-from deepspeed.config.compression import CompressionConfig
+from deepspeed.compression.snip import BlockRemoval
+from deepspeed.config.compression import CompressionConfig, block_of
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 
 __all__ = [
@@ -72,7 +74,7 @@ def compress(model: nn.Module, section: CompressionConfig, mpu: Any = None, *, p
 def _enable(layer: Any, plan: GroupPlan, section: CompressionConfig) -> None:
     settings = techniques_of(section)[plan.technique]
     shared: Any = settings.shared_parameters
-    params: Any = settings.different_groups[plan.group].params
+    params: Any = groups_of(settings)[plan.group].params
     match plan.technique:
         case "weight_quantization":
             mixed = shared.fp16_mixed_quantize
@@ -92,6 +94,13 @@ def _enable(layer: Any, plan: GroupPlan, section: CompressionConfig) -> None:
             )
         case "activation_quantization":
             layer.enable_activation_quantization(params.bits, shared.quantization_type, shared.range_calibration)
+        case "sparse_pruning" if shared.method == "snip_momentum":
+            first, last = shared.schedule_offset, shared.schedule_offset_end
+            block = block_of(shared.block_pattern)
+            last = first if last is None else last
+            layer.enable_block_pruning(
+                BlockRemoval(params.dense_ratio, block, first, last, shared.schedule_offset_stride)
+            )
         case "sparse_pruning":
             layer.enable_sparse_pruning(params.dense_ratio, shared.method)
         case "row_pruning":

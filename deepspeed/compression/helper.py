@@ -11,7 +11,13 @@ from torch import nn
 from deepspeed.compression.plan import PATH, check_deepspeed_config, unwrapped
 from deepspeed.errors import UsageError
 
-__all__ = ["convert_conv1d_to_linear", "recursive_getattr", "recursive_setattr", "student_initialization"]
+__all__ = [
+    "convert_conv1d_to_linear",
+    "module_at",
+    "recursive_getattr",
+    "recursive_setattr",
+    "student_initialization",
+]
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
@@ -67,7 +73,7 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
         pairs.append((*names, f"{path}.teacher_layer"))
     pairs += [(name, name, f"{path}.other_module_name") for name in section.other_module_name]
     found = [
-        (_at(student, own, "the student", key), _at(teacher, theirs, "the teacher", key), own, theirs)
+        (module_at(student, own, "the student", key), module_at(teacher, theirs, "the teacher", key), own, theirs)
         for own, theirs, key in pairs
     ]
     _require_as_many(student, section.module_name_prefix, section.keep_number_layer or len(section.teacher_layer), path)
@@ -76,7 +82,8 @@ def student_initialization(student_model: nn.Module, teacher_model: nn.Module, d
             _copy(mine, source, f"{path}: {own} of the student and {theirs} of the teacher")
 
 
-def _at(model: nn.Module, name: str, whose: str, key: str) -> nn.Module:
+def module_at(model: nn.Module, name: str, whose: str, key: str) -> nn.Module:
+    """The module at a path; an error that tells what `whose` model has near it, for the config's `key`."""
     try:
         found = recursive_getattr(model, name)
     except AttributeError:

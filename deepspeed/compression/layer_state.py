@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from deepspeed import comm
+from deepspeed.compression.snip import BlockRemoval
 from deepspeed.errors import UsageError
 from deepspeed.ops.codecs.rows import dither
 from deepspeed.ops.quantizer.groups import GroupCodes, Reduce, round_groups
@@ -42,18 +43,27 @@ class BitPace:
     bits: int
     since: int = 0
     """The step at which the last bit went."""
+    edge: int = 0
+    """The step at which the next one goes."""
+    factor: int = 1
+    """How many times longer the bits after the next one last."""
+    factors: list[int] = field(default_factory=list)
+    """What it was when each bit went."""
 
     @classmethod
     def of(cls, rounding: WeightRounding) -> BitPace:
         """At the start."""
-        return cls(rounding, rounding.start_bits)
+        return cls(rounding, rounding.start_bits, edge=rounding.period)
 
     def advance(self, steps: int) -> bool:
         """Go to a step, also to one before; true if the number of bits changed."""
-        before, edge = self.bits, self.rounding.period
-        self.bits, self.since = self.rounding.start_bits, 0
-        while self.bits > self.rounding.target_bits and steps >= edge:
-            self.bits, self.since, edge = self.bits - 1, edge, edge * 2
+        before, start = self.bits, self.rounding.start_bits
+        self.bits, self.since, self.edge = start, 0, self.rounding.period
+        while self.bits > self.rounding.target_bits and steps >= self.edge:
+            if len(self.factors) == start - self.bits:
+                self.factors.append(self.factor)
+            self.since, self.edge = self.edge, self.edge * 2 * self.factors[start - self.bits]
+            self.bits -= 1
         return self.bits != before
 
     def unrounded(self, steps: int) -> float:
@@ -80,6 +90,8 @@ class Pruning:
     ratio: float
     heads: int = 1
     on: bool = False
+    removal: BlockRemoval | None = None
+    """Of snip_momentum: when which blocks go."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ from deepspeed.compression.basic_layer import (
     LinearLayer_Compress,
 )
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.compression import CompressionConfig, Technique, TechniqueGroup
+from deepspeed.config.compression import CompressionConfig, PruningGroup, PruningParams, Technique
 from deepspeed.errors import UsageError
 from deepspeed.log import log_dist
 from deepspeed.transformers.replacement import class_before
@@ -119,8 +119,8 @@ def plans_of(model: nn.Module, section: CompressionConfig, mpu: Any, *, partly: 
     """`partly`: the model is a part of a whole one, so that patterns may find nothing here."""
     for technique, settings in techniques_of(section).items():
         known: set[str] = set()
-        groups: dict[str, TechniqueGroup] = settings.different_groups
-        for label, group in groups.items():
+        spared = _spared(model, settings, technique, mpu, partly=partly)
+        for label, group in groups_of(settings).items():
             names: list[str] = []
             related: list[list[str]] = []
             for place, pattern in enumerate(group.modules):
@@ -128,10 +128,37 @@ def plans_of(model: nn.Module, section: CompressionConfig, mpu: Any, *, partly: 
                 where = f"{PATH}.{technique}.different_groups.{label}"
                 if not found and not partly:
                     raise UsageError(_nothing(model, pattern, technique, f"{where}.modules", mpu))
+                found = [name for name in found if name not in spared]
                 names += found
                 others = [] if group.related_modules is None else group.related_modules[place]
                 related += _pairs(model, found, others, f"{where}.related_modules")
             yield GroupPlan(technique, label, names, related)
+
+
+def groups_of(settings: Any) -> dict[str, Any]:
+    """The groups of a technique; of snip_momentum what they leave out is shared, and without any it takes all."""
+    groups: dict[str, Any] = settings.different_groups
+    shared = settings.shared_parameters
+    if getattr(shared, "method", None) != "snip_momentum":
+        return groups
+    found = {}
+    for name, group in (groups or {"all modules": PruningGroup()}).items():
+        ratio = group.params.dense_ratio or shared.dense_ratio
+        found[name] = group.model_copy(update={"params": PruningParams(dense_ratio=ratio)})
+    return found
+
+
+def _spared(model: nn.Module, settings: Any, technique: str, mpu: Any, *, partly: bool) -> set[str]:
+    """The modules that `excluded_modules` keeps whole."""
+    found: set[str] = set()
+    shared = settings.shared_parameters
+    for pattern in shared.excluded_modules if getattr(shared, "method", None) == "snip_momentum" else ():
+        names, _ = get_module_name("excluded_modules", model, pattern, set(), mpu, False, technique)
+        if not names and not partly:
+            where = f"{PATH}.{technique}.shared_parameters.excluded_modules"
+            raise UsageError(_nothing(model, pattern, technique, where, mpu))
+        found.update(names)
+    return found
 
 
 def _nothing(model: nn.Module, pattern: str, technique: str, path: str, mpu: Any) -> str:

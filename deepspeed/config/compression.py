@@ -1,21 +1,20 @@
-"""The sections `compression_training` and `quantize_training`."""
+"""The sections `compression_training`, `quantize_training` and `weight_quantization`."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import replace
 from operator import attrgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le
-from pydantic import model_validator
+from pydantic import AfterValidator, BeforeValidator, model_validator
 
 from .model import (
     Count,
     Lower,
     Names,
     NoEffect,
-    NotBuilt,
     Number,
     Patterns,
     PositiveCount,
@@ -29,6 +28,23 @@ Bits = Annotated[PositiveCount, Le(16)]
 Ratio = Annotated[Number, Gt(0), Le(1)]
 QuantizationType = Annotated[Literal["symmetric", "asymmetric"], Lower]
 Rounding = Annotated[Literal["nearest", "stochastic"], Lower]
+_BLOCK = re.compile(r"([1-9]\d*)x([1-9]\d*)")
+
+
+def _block(pattern: str) -> str:
+    if _BLOCK.fullmatch(pattern) is None:
+        raise ValueError(f"expected rows x columns of a block, such as 4x1, found {pattern!r}")
+    return pattern
+
+
+def block_of(pattern: str) -> tuple[int, int]:
+    """Rows and columns of a pattern."""
+    rows, columns = map(int, pattern.split("x"))
+    return rows, columns
+
+
+BlockPattern = Annotated[str, AfterValidator(_block)]
+"""The size of blocks of a weight, such as 4x1."""
 _KERNEL = "all devices round by the same operations"
 
 
@@ -125,54 +141,25 @@ class ActivationQuantizationGroup(TechniqueGroup):
     params: ActivationQuantizationParams = key(ActivationQuantizationParams, "Bits of its inputs.")
 
 
-class PruningParams(Section):
+Of = TypeVar("Of", bound=TechniqueShared)
+"""What the groups of a technique share: it makes sections of equal keys those of one technique."""
+
+
+class PruningParams(Section, Generic[Of]):
     """How much of a group is kept."""
 
     dense_ratio: Ratio | None = key(None, "Share that is kept; must be given.")
 
 
-class SparsePruningParams(PruningParams):
-    """Of sparse pruning."""
-
-
-class SparsePruningGroup(TechniqueGroup):
+class PruningGroup(TechniqueGroup, Generic[Of]):
     """Layers of which the same share is kept."""
 
-    params: SparsePruningParams = key(SparsePruningParams, "How much of it is kept.")
+    params: PruningParams[Of] = key(PruningParams, "How much of it is kept.")
 
 
-class RowPruningParams(PruningParams):
-    """Of row pruning."""
-
-
-class RowPruningGroup(TechniqueGroup):
-    """Layers of which the same share is kept."""
-
-    params: RowPruningParams = key(RowPruningParams, "How much of it is kept.")
-
-
-class HeadPruningParams(PruningParams):
-    """Of head pruning."""
-
-
-class HeadPruningGroup(TechniqueGroup):
-    """Layers of which the same share is kept."""
-
-    params: HeadPruningParams = key(HeadPruningParams, "How much of it is kept.")
-
-
-class ChannelPruningParams(PruningParams):
-    """Of channel pruning."""
-
-
-class ChannelPruningGroup(TechniqueGroup):
-    """Layers of which the same share is kept."""
-
-    params: ChannelPruningParams = key(ChannelPruningParams, "How much of it is kept.")
-
-
-_SNIP = NotBuilt(
-    "pruning by snip_momentum", instead='use the method "l1" or "topk", and remove the keys of snip_momentum'
+_SNIP = NoEffect(
+    "compression_training.sparse_pruning.shared_parameters.method is not snip_momentum",
+    lambda schema: schema.compression_training.sparse_pruning.shared_parameters.method != "snip_momentum",
 )
 
 
@@ -180,13 +167,16 @@ class SparsePruningShared(TechniqueShared):
     """How single weights are removed."""
 
     method: Annotated[Literal["l1", "topk", "snip_momentum"], Lower] = key(
-        "l1", _METHOD, replace(_SNIP, asked=lambda method: method == "snip_momentum")
+        "l1",
+        f"{_METHOD} snip_momentum: blocks on which the loss depends least go step by step.",
     )
-    block_pattern: str = key("4x1", "Of snip_momentum: blocks that go together.", _SNIP)
+    block_pattern: BlockPattern = key("4x1", "Of snip_momentum: rows x columns of the blocks that go together.", _SNIP)
     dense_ratio: Ratio = key(0.1, "Of snip_momentum: share kept where no group says it.", _SNIP)
     schedule_offset_stride: PositiveCount = key(1, "Of snip_momentum: steps between two removals.", _SNIP)
-    schedule_offset_end: Count | None = key(None, "Of snip_momentum: step of the last removal.", _SNIP)
-    excluded_modules: Names = key([], "Of snip_momentum: names of modules that stay whole.", _SNIP)
+    schedule_offset_end: Count | None = key(
+        None, "Of snip_momentum: step of the last removal; null: all go at schedule_offset.", _SNIP
+    )
+    excluded_modules: Patterns = key([], "Of snip_momentum: regular expressions of modules that stay whole.", _SNIP)
 
 
 class PruningShared(TechniqueShared):
@@ -221,20 +211,25 @@ def _groups_of(technique: str) -> Any:
 class Technique(Section):
     """Base of a technique: what its groups share, and the groups."""
 
+    @property
+    def _complete(self) -> bool:
+        """Whether the groups must be there, and say all that they do not share."""
+        return True
+
     def problems(self, path: str) -> Iterator[str]:
         """What is missing or contradicts itself, each text with its key; nothing of a technique that is off."""
         shared: TechniqueShared = self.shared_parameters  # type: ignore[attr-defined]
         if not shared.enabled:
             return
         groups: dict[str, TechniqueGroup] = self.different_groups  # type: ignore[attr-defined]
-        if not groups:
+        if not groups and self._complete:
             yield f"{path}.different_groups is missing; name at least one group with params and modules"
         for name, group in groups.items():
             at = f"{path}.different_groups.{name}"
             yield from group.problems(at)
             params: Section = group.params  # type: ignore[attr-defined]
             for each in type(params).model_fields:
-                if getattr(params, each) is None:
+                if self._complete and getattr(params, each) is None:
                     yield f"{at}.params.{each} is missing"
 
 
@@ -277,21 +272,37 @@ class SparsePruningTechnique(Technique):
     """Weights without most of their elements."""
 
     shared_parameters: SparsePruningShared = key(SparsePruningShared, "What the groups share.")
-    different_groups: dict[str, SparsePruningGroup] = _groups_of("sparse_pruning")
+    different_groups: dict[str, PruningGroup[SparsePruningShared]] = _groups_of("sparse_pruning")
+
+    @property
+    def _complete(self) -> bool:
+        return self.shared_parameters.method != "snip_momentum"
+
+    def problems(self, path: str) -> Iterator[str]:
+        """See `Technique`."""
+        yield from super().problems(path)
+        shared, at = self.shared_parameters, f"{path}.shared_parameters"
+        if self._complete or not shared.enabled:
+            return
+        first, last = shared.schedule_offset, shared.schedule_offset_end
+        if last is not None and last < first:
+            yield f"{at}.schedule_offset_end ({last}) is before schedule_offset ({first})"
+        elif (first if last is None else last) == 0:
+            yield f"{at}.schedule_offset is 0, where snip_momentum has seen no gradient yet; give 1 or more"
 
 
 class RowPruningTechnique(Technique):
     """Linear layers without some of their outputs."""
 
     shared_parameters: RowPruningShared = key(RowPruningShared, "What the groups share.")
-    different_groups: dict[str, RowPruningGroup] = _groups_of("row_pruning")
+    different_groups: dict[str, PruningGroup[RowPruningShared]] = _groups_of("row_pruning")
 
 
 class HeadPruningTechnique(Technique):
     """Attention without some of its heads; modules are its output layers."""
 
     shared_parameters: HeadPruningShared = key(HeadPruningShared, "What the groups share.")
-    different_groups: dict[str, HeadPruningGroup] = _groups_of("head_pruning")
+    different_groups: dict[str, PruningGroup[HeadPruningShared]] = _groups_of("head_pruning")
 
     def problems(self, path: str) -> Iterator[str]:
         """See `Technique`."""
@@ -304,7 +315,7 @@ class ChannelPruningTechnique(Technique):
     """Convolutions without some of their output channels."""
 
     shared_parameters: ChannelPruningShared = key(ChannelPruningShared, "What the groups share.")
-    different_groups: dict[str, ChannelPruningGroup] = _groups_of("channel_pruning")
+    different_groups: dict[str, PruningGroup[ChannelPruningShared]] = _groups_of("channel_pruning")
 
 
 class LayerReductionConfig(Section):
@@ -401,3 +412,64 @@ class QuantizeTrainingConfig(Section):
             )
         raise_together(problems if self.enabled else [])
         return self
+
+
+class EigenvalueConfig(Section):
+    """How much the loss bends along the weights of each block, for the pace of MoQ."""
+
+    enabled: bool = key(False, "Whether periods of a block are multiplied by 1 + floor(4 * its share of the largest).")
+    verbose: bool = key(False, "Whether eigenvalues are logged.")
+    max_iter: PositiveCount = key(100, "Most products with the Hessian for a block.")
+    tol: Annotated[Number, Gt(0)] = key(1e-2, "Change of an eigenvalue, as a share, that ends the iteration.")
+    stability: Annotated[Number, Ge(0)] = key(1e-6, "Added to norms.")
+    gas_boundary_resolution: PositiveCount = key(1, "Optimizer steps between two computations.")
+    layer_name: str = key("bert.encoder.layer", "Path of the list of blocks.")
+    layer_num: Count = key(0, "How many of the blocks count, from the first on; 0: all.")
+
+
+_OF_GROUPS = "quantized_initialization and post_init_quant have widths and groups of their own"
+
+
+class WeightGroups(Section):
+    """Width and groups of weights."""
+
+    num_bits: Literal[4, 8] = key(8, "Width of the codes.")
+    group_size: PositiveCount = key(128, "Neighbouring elements that share a scale; it divides the dim.")
+    group_dim: Literal[0, 1] = key(1, "The dim along which elements are neighbours.")
+    symmetric: bool = key(False, "Whether a group has a scale alone; false adds the middle of its range.")
+
+    @model_validator(mode="after")
+    def _codes_share_bytes(self) -> WeightGroups:
+        if self.num_bits == 4 and self.group_size % 2:
+            raise ValueError(
+                f"group_size is {self.group_size} with num_bits 4, of which two share a byte; use an even group_size"
+            )
+        return self
+
+
+def _absent(value: Any) -> Any:
+    return None if value == {} else value
+
+
+class WeightQuantizationConfig(Section):
+    """Frozen weights in few bits, for training beside them or for inference."""
+
+    enabled: bool = key(True, "Whether the section counts.")
+    num_bits: Literal[4, 8] = no_effect(8, _OF_GROUPS)
+    q_type: Literal["symmetric", "asymmetric"] = no_effect("symmetric", _OF_GROUPS)
+    q_groups: PositiveCount = no_effect(1, _OF_GROUPS)
+    quantized_initialization: Annotated[WeightGroups | None, BeforeValidator(_absent)] = key(
+        None,
+        "Linear layers and embeddings that zero.Init builds rest so, frozen (stage 3); null and {} are off.",
+        NoEffect("weight_quantization.enabled is false", lambda c: not c.weight_quantization.enabled),
+    )
+    post_init_quant: dict[str, WeightGroups] = key(
+        {},
+        "Parts of names → how linear layers and embeddings of the model rest, frozen, from initialize on (any stage).",
+        NoEffect("weight_quantization.enabled is false", lambda c: not c.weight_quantization.enabled),
+    )
+
+    @property
+    def at_birth(self) -> WeightGroups | None:
+        """What `zero.Init` does; None: nothing."""
+        return self.quantized_initialization if self.enabled else None

@@ -45,6 +45,12 @@ def _dynamic_scale(schema: Schema) -> dict[str, int | bool] | None:
     }
 
 
+def _sparse_attention(schema: Schema) -> dict[str, Any] | None:
+    """The mode, and the arguments of its pattern: models build it from these."""
+    section = schema.sparse_attention
+    return None if section is None else {"mode": section.mode, **section.arguments}
+
+
 ATTRIBUTES: dict[str, str | Callable[[Schema], Any]] = {
     # precision
     "float16_config": "fp16",
@@ -93,6 +99,7 @@ ATTRIBUTES: dict[str, str | Callable[[Schema], Any]] = {
     "nebula_config": "nebula",
     "pld_enabled": "progressive_layer_drop.enabled",
     "pld_params": "progressive_layer_drop",
+    "sparse_attention": _sparse_attention,
     "sparse_gradients_enabled": "sparse_gradients",
     "tensor_parallel_config": "tensor_parallel",
     "timers_config": "timers",

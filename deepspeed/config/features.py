@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
@@ -24,13 +25,22 @@ class Feature:
     name: str
     asked: Callable[[Schema], bool]
     instead: str = "remove the key or turn it off"
+    package: str = ""
+    """The package of others that has it."""
     conditional: bool = False
     """The key exists; it is only its combination with others that does not."""
 
     @property
     def problem(self) -> ConfigProblem:
         """The error where it is asked for."""
-        return ConfigProblem(self.path, f"{self.name}: not part of this version yet; {self.instead}")
+        if not self.package:
+            return ConfigProblem(self.path, f"{self.name}: not part of this version yet; {self.instead}")
+        there = "is" if find_spec(self.package) is not None else "is not"
+        return ConfigProblem(
+            self.path,
+            f"{self.name}: part of the package {self.package}, which {there} installed here, and which this library "
+            f"does not call; {self.instead}",
+        )
 
 
 def _marked(path: str, key: Key, mark: NotBuilt) -> Feature:
@@ -45,7 +55,7 @@ def _marked(path: str, key: Key, mark: NotBuilt) -> Feature:
         on = getattr(attrgetter(parent)(schema), "enabled", True) if parent else True
         return on and value != default
 
-    return Feature(path, mark.feature, asked, mark.instead)
+    return Feature(path, mark.feature, asked, mark.instead, mark.package)
 
 
 def _fuses_loss(schema: Schema) -> bool:

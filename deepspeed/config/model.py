@@ -24,6 +24,8 @@ class NotBuilt:
     asked: Callable[[Any], bool] | None = None
     """Whether a value asks for it; None is any value but the default, in a section that is not off."""
     instead: str = "remove the key or turn it off"
+    package: str = ""
+    """The package of others that the feature is part of, by the name that is imported."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def _floor(value: Any) -> Any:
     return _whole(value)
 
 
-def _off_is_none(value: Any) -> Any:
+def off_is_none(value: Any) -> Any:
     """`false` and `null` are off, `true` is on without options."""
     if isinstance(value, bool):
         return {} if value else None
@@ -154,7 +156,7 @@ def _off_is_none(value: Any) -> Any:
     return value
 
 
-ForeignOptions = Annotated[dict[str, Any] | None, BeforeValidator(_off_is_none)]
+ForeignOptions = Annotated[dict[str, Any] | None, BeforeValidator(off_is_none)]
 """Options of something that is no part of the library, unread; None is off."""
 
 Count = Annotated[int, BeforeValidator(_whole), Ge(0)]

@@ -37,7 +37,10 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed(f"{_ZERO}.stage3_gather_fp16_weights_on_model_save", f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"),
     Renamed("bf16.check_overflow", "bf16.check_grad_overflow"),
     Renamed("aio.thread_count", "aio.intra_op_parallelism", warns=False),
+    Renamed("quantize_training.eigenvalue", "eigenvalue", warns=False),
     Renamed("elasticity.prefer_large_batch", "elasticity.prefer_larger_batch"),
+    Renamed("autotuning.start_step", "autotuning.start_profile_step"),
+    Renamed("autotuning.end_step", "autotuning.end_profile_step"),
 )
 
 REMOVED: dict[str, str] = {

@@ -170,6 +170,14 @@ def local_steps_conflict(config: Schema) -> str:
     return f"zero_optimization.stage {stage}, which gives ranks parts of the states (use stage 0)" if stage else ""
 
 
+def _sparse(config: Schema) -> Iterator[str]:
+    if config.sparse_gradients and config.zero_optimization.zero_quantized_gradients:
+        yield (
+            "sparse_gradients: touched rows are not encoded, so it does not work with "
+            "zero_optimization.zero_quantized_gradients; give one of them"
+        )
+
+
 def _one_bit(config: Schema) -> Iterator[str]:
     kind = config.optimizer.type
     if kind in ONE_BIT_OPTIMIZERS and (found := one_bit_conflicts(config)):
@@ -228,6 +236,17 @@ def _codecs(config: Schema) -> Iterator[str]:
         yield (
             f"zero_optimization.zero_hpz_partition_size: {zero.zero_hpz_partition_size} ranks are to share copies of "
             f"sharded parameters, which zero_optimization.stage 3 alone has, found stage {stage}; remove the key"
+        )
+    at_birth = config.weight_quantization.at_birth
+    if at_birth is not None and stage < 3:
+        yield (
+            "weight_quantization.quantized_initialization: zero.Init makes shards, which zero_optimization.stage 3 "
+            f"alone has, found stage {stage}; use stage 3, or post_init_quant"
+        )
+    if at_birth is not None and at_birth.group_dim != 1:
+        yield (
+            "weight_quantization.quantized_initialization.group_dim: shards are cut along rows, found 0; use 1, or "
+            "post_init_quant"
         )
     if zero.zero_quantized_nontrainable_weights and stage < 3:
         yield (
@@ -307,6 +326,7 @@ _RULES = (
     _updates_in_backward,
     _places,
     _mics,
+    _sparse,
     _one_bit,
     _experts,
     _elastic_batch_sizes,

@@ -11,9 +11,11 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, model_vali
 
 from deepspeed.log import get_log_level_from_string, log_levels
 
+from .attention import SparseAttentionConfig
+from .autotuning import DeepSpeedAutotuningConfig
 from .checkpoint import CheckpointConfig
 from .compile import CompileConfig, Fp8Config, FusedKernelsConfig, HybridEngineConfig
-from .compression import CompressionConfig, QuantizeTrainingConfig
+from .compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingConfig, WeightQuantizationConfig
 from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from .elasticity import ElasticityConfig
 from .memory import ActivationCheckpointingConfig, AioConfig, MemoryConfig
@@ -32,6 +34,7 @@ from .model import (
     key,
     no_effect,
     not_boolean,
+    off_is_none,
     raise_together,
 )
 from .monitor import (
@@ -60,6 +63,10 @@ from .precision import (
 )
 from .rules import violations
 from .zero import DeepSpeedZeroConfig
+
+_IN_BACKGROUND = (
+    "checkpoint.writer.decoupled saves in the background, and engine.checkpoint_engine takes an engine of your own"
+)
 
 
 def _print_period(value: Any) -> Any:
@@ -93,10 +100,6 @@ def _no_technique(schema: Any) -> bool:
     """Whether switches of `data_efficiency` are on around techniques that are all off."""
     data = schema.data_efficiency
     return not data.techniques and True in (data.enabled, data.data_sampling.enabled, data.data_routing.enabled)
-
-
-def _names_weights(section: Unbuilt) -> bool:
-    return bool(section.given.get("quantized_initialization") or section.given.get("post_init_quant"))
 
 
 class Schema(ConfigModel):
@@ -145,7 +148,7 @@ class Schema(ConfigModel):
     seq_parallel_communication_data_type: DtypeName | None = key(
         "fp32", "Dtype in which gradients are reduced when sequences are split over ranks."
     )
-    sparse_gradients: bool = key(False, "Whether gradients of embeddings are reduced in sparse form.")
+    sparse_gradients: bool = key(False, "Whether only the touched rows of gradients of embeddings travel.")
     zero_allow_untested_optimizer: bool = key(False, "Whether ZeRO accepts an optimizer class outside the tested list.")
     zero_force_ds_cpu_optimizer: bool = key(
         True,
@@ -161,7 +164,11 @@ class Schema(ConfigModel):
     bf16: DeepSpeedBF16Config = key(DeepSpeedBF16Config, "Training in bf16.")
     torch_autocast: TorchAutocastConfig = key(TorchAutocastConfig, "torch.autocast around forward.")
     data_types: DataTypesConfig = key(DataTypesConfig, "Dtypes by role, where they differ from the training dtype.")
-    amp: Unbuilt = key(Unbuilt, "Apex mixed precision.", NotBuilt("Apex AMP (use bf16, fp16 or torch_autocast)"))
+    amp: Unbuilt = key(
+        Unbuilt,
+        "Apex mixed precision.",
+        NotBuilt("Apex AMP", instead="turn on bf16, fp16 or torch_autocast, which do the same", package="apex"),
+    )
 
     # Memory
     zero_optimization: DeepSpeedZeroConfig = key(
@@ -226,7 +233,12 @@ class Schema(ConfigModel):
         ),
     )
     graph_harvesting: bool = key(
-        False, "Whether parts of the bf16 optimizer run as CUDA graphs.", NotBuilt("graph harvesting")
+        False,
+        "Whether parts of the bf16 optimizer run as CUDA graphs.",
+        NotBuilt(
+            "graph harvesting",
+            instead="engine.compile(compile_kwargs={'mode': 'reduce-overhead'}) runs the model as CUDA graphs",
+        ),
     )
 
     # Checkpoints
@@ -234,9 +246,13 @@ class Schema(ConfigModel):
     datastates_ckpt: ForeignOptions = key(
         None,
         "Options of the external DataStates checkpoint engine; false and null are off.",
-        NotBuilt("DataStates checkpoints"),
+        NotBuilt("DataStates checkpoints", instead=_IN_BACKGROUND, package="datastates"),
     )
-    nebula: Unbuilt = key(Unbuilt, "Checkpoints through Azure's Nebula.", NotBuilt("Nebula checkpoints"))
+    nebula: Unbuilt = key(
+        Unbuilt,
+        "Checkpoints through Azure's Nebula.",
+        NotBuilt("Nebula checkpoints", instead=_IN_BACKGROUND, package="torch_nebula"),
+    )
 
     # Data
     dataloader_drop_last: bool = key(
@@ -257,19 +273,17 @@ class Schema(ConfigModel):
     quantize_training: QuantizeTrainingConfig = key(
         QuantizeTrainingConfig, "MoQ: every weight loses bits as training goes on."
     )
-    eigenvalue: Unbuilt = key(Unbuilt, "Curvature per layer, for the pace of quantisation.", NotBuilt("eigenvalue"))
-    weight_quantization: Unbuilt = key(
-        Unbuilt,
-        "Quantised weights for inference with ZeRO.",
-        NotBuilt("weight quantisation", _names_weights),
-        NoEffect(
-            "only quantized_initialization and post_init_quant say what is quantised",
-            lambda c: not _names_weights(c.weight_quantization),
-        ),
+    eigenvalue: EigenvalueConfig = key(
+        EigenvalueConfig,
+        "MoQ: blocks along which the loss bends more keep their bits longer.",
+        NoEffect("quantize_training.enabled is false", lambda c: not c.quantize_training.enabled),
+    )
+    weight_quantization: WeightQuantizationConfig = key(
+        WeightQuantizationConfig, "Frozen weights that rest in 4 or 8 bits."
     )
     hybrid_engine: HybridEngineConfig = key(HybridEngineConfig, "Training and generation with one set of weights.")
-    sparse_attention: ForeignOptions = key(
-        None, "Layout of block-sparse attention; false and null are off.", NotBuilt("sparse attention")
+    sparse_attention: Annotated[SparseAttentionConfig | None, BeforeValidator(off_is_none)] = key(
+        None, "The pattern of SparseSelfAttention modules that have none of their own; false and null are off."
     )
     vocabulary_size: PositiveCount | None = key(
         None, "Size of the vocabulary, in tokens; a warning follows if it is no multiple of 8."
@@ -318,7 +332,7 @@ class Schema(ConfigModel):
     )
 
     # Programs around training
-    autotuning: Unbuilt = key(Unbuilt, "Search for the fastest config.", NotBuilt("the autotuner"))
+    autotuning: DeepSpeedAutotuningConfig = key(DeepSpeedAutotuningConfig, "Search for the fastest config.")
     elasticity: ElasticityConfig = key(ElasticityConfig, "One batch size for many numbers of GPUs.")
 
     @property

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.config.schema import Schema
 from deepspeed.data.curriculum import CurriculumScheduler, cut_to_length
@@ -17,6 +17,10 @@ from deepspeed.data.random_ltd import RandomLTDScheduler, join_layers
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 
 __all__ = ["NumberedBlocks", "Pacing", "StepState", "pacing_of", "set_custom_schedules"]
+
+
+Read = Callable[[nn.Parameter], Tensor | None]
+"""Finds the whole gradient or the whole value of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,18 @@ class StepState(Protocol):
 
     def enter(self, step: int) -> None:
         """A pass of `step` optimizer steps before begins."""
+
+    def before_backward(self, loss: Tensor, scale: float) -> None:
+        """The backward of the last micro-batch of a step comes next, with a loss scale."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What does not follow from the number of steps."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where the state was taken."""
+
+    def before_step(self, gradient: Read, value: Read) -> None:
+        """An optimizer step comes next; each reads what is whole on all ranks together."""
 
 
 @dataclass
@@ -68,6 +84,16 @@ class Pacing:
             self._length = self.curriculum.update_difficulty(step + 1)
         return self._length != before
 
+    def before_backward(self, loss: Tensor, scale: float) -> None:
+        """The backward of the last micro-batch of a step comes next."""
+        if self.compression is not None:
+            self.compression.before_backward(loss, scale)
+
+    def before_step(self, gradient: Read, value: Read) -> None:
+        """An optimizer step comes next."""
+        if self.compression is not None:
+            self.compression.before_step(gradient, value)
+
     def cut(self, batch: Any) -> Any:
         """The batch in the length of this step."""
         return cut_to_length(batch, self._length) if self.cuts and self._length is not None else batch
@@ -84,12 +110,16 @@ class Pacing:
 
     def state_dict(self) -> dict[str, Any]:
         """What does not follow from the number of steps."""
-        return {} if self.tokens is None else {"random_ltd": self.tokens.state_dict()}
+        both = {"random_ltd": self.tokens, "compression": self.compression}
+        states = {name: each.state_dict() for name, each in both.items() if each is not None}
+        return {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was taken."""
         if self.tokens is not None and "random_ltd" in state:
             self.tokens.load_state_dict(state["random_ltd"])
+        if self.compression is not None and "compression" in state:
+            self.compression.load_state_dict(state["compression"])
 
 
 def pacing_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +54,10 @@ def parse_args(args: Sequence[str] | None = None, prog: str = "deepspeed") -> ar
     parser.add_argument("user_script", help="the script to start, followed by its own arguments")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(hostfile_chosen=False, master_port_chosen=False, launcher_chosen=False)
-    return parser.parse_args(args)
+    words = sys.argv[1:] if args is None else list(args)
+    parsed = parser.parse_args(words)
+    parsed.launcher_words = words[: len(words) - len(parsed.user_args) - 1]
+    return parsed
 
 
 def _add_resources(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +123,13 @@ def _add_script(parser: argparse.ArgumentParser) -> None:
         metavar="WORDS",
         help="options of the preflight: --preflight_args='--params 7B --json'",
     )
-    add("--autotuning", choices=("tune", "run"), default="", help=argparse.SUPPRESS)  # refused: not in this version
+    add(
+        "--autotuning",
+        choices=("tune", "run"),
+        default="",
+        help="search for the fastest config with short runs of the script; run: then start the job with it",
+    )
+    add("--budget", type=float, default=None, metavar="MINUTES", help="time that --autotuning may take")
 
 
 def _add_process(parser: argparse.ArgumentParser) -> None:

@@ -58,6 +58,9 @@ def _run(args: argparse.Namespace) -> int:
             why = "options choose the devices" if pool is None else "the hostfile chooses the devices"
             logger.warning("%s=%s is ignored: %s", *visible, why)
         active = _chosen(args, _local_pool(args, accelerator, there) if pool is None else pool)
+    if args.autotuning:
+        os.environ.update([visible] if visible is not None else [])  # for the launchers of the experiments
+        return run_autotuning(args, active)
     if args.elastic_training:
         elastic_nodes(args, len(active))
     if (len(active) > 1 or args.force_multi) and not args.no_ssh:
@@ -69,10 +72,26 @@ def _run(args: argparse.Namespace) -> int:
     return launch.run(launch.parse_args(words)) if args.output in ("", "plain") else run_here(args, active, words)
 
 
+def run_autotuning(args: argparse.Namespace, active_resources: Slots) -> int:
+    """Search for the fastest config of the job; with `--autotuning run`, this process then becomes the job."""
+    from deepspeed.autotuning import Autotuner  # the planner and its engines, which every other start would wait for
+
+    tuner = Autotuner(args, active_resources)
+    tuner.tune()
+    tuner.print_tuning_results()
+    if args.autotuning == "run":
+        tuner.run_after_tuning()
+    return 0
+
+
 def _refuse(args: argparse.Namespace) -> None:
     """End with what cannot be done, or cannot be meant, before anything is looked at."""
-    if args.autotuning:
-        raise LaunchError("--autotuning is not part of this version; start the job without it")
+    if args.autotuning and (args.preflight or args.elastic_training or args.no_ssh):
+        raise LaunchError(
+            "--autotuning starts the whole job again and again; leave out --preflight, --elastic_training and --no_ssh"
+        )
+    if args.budget is not None and not args.autotuning:
+        raise LaunchError("--budget limits --autotuning, which is not given; give that, too")
     if max(args.min_elastic_nodes, args.max_elastic_nodes) > 0 and not args.elastic_training:
         raise LaunchError("--min_elastic_nodes and --max_elastic_nodes belong to --elastic_training; give that, too")
     check_kind(args)

@@ -80,7 +80,7 @@ class Supervision:
         if code < 0:
             pid, how = self._process.pid, processes.describe_exit(code)
             logger.error("the guard of the ranks (pid %d) %s: ending the job", pid, how)
-            _kill_below(self._before)
+            kill_below(self._before)
         return processes.status(code)
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ def forward_signals(tell: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, old)
 
 
-def _kill_below(spared: list[int]) -> None:
+def kill_below(spared: list[int]) -> None:
     """Kill what a dead guard left: its orphans come to this process."""
     until = time.monotonic() + _CLEANUP
     while left := set(processes.descendants(os.getpid())) - set(spared):

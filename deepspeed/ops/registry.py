@@ -60,6 +60,7 @@ _FAMILIES = (
     "deepspeed.ops.generate.experts",
     "deepspeed.ops.generate.packed",
     "deepspeed.ops.generate.sampling",
+    "deepspeed.ops.sparse_attention.attend",
 )
 
 

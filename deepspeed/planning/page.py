@@ -26,7 +26,7 @@ _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
 body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 svg { width: 100%; height: auto; } svg text { fill: currentColor; font-size: 12px; }
-table { border-collapse: collapse; } td, th { padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; }
+table { border-collapse: collapse; } td, th { padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; vertical-align: top; }
 td + td { text-align: right; font-variant-numeric: tabular-nums; }
 .key { display: inline-block; width: 0.8em; height: 0.8em; margin-right: 0.4em; }
 """
@@ -41,6 +41,11 @@ def page(plan: Plan) -> str:
     if plan.time is not None:
         parts += ["<h2>Time of a step</h2>", _timeline(plan)]
     parts += ["<h2>Assumed</h2>", "<ul>", *(f"<li>{escape(text)}</li>" for text in plan.assumed), "</ul>"]
+    return document(title, parts)
+
+
+def document(title: str, parts: Sequence[str]) -> str:
+    """A file of its own, light or dark as the reader's system is, without scripts."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     body = "\n".join(parts)
     return f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>{body}</body></html>\n'
@@ -74,7 +79,7 @@ def _memory(plan: Plan) -> str:
             areas.append(f'<polygon fill="{_colour(kind)}" points="{" ".join(edge)}"><title>{kind}</title></polygon>')
         below = above
     labels = [f'<text x="4" y="14">{size_text(round(most))}</text>', *_phases(moments)]
-    return _picture(_HEIGHT + 20, "memory by kind over the step", [*areas, *labels])
+    return picture(_HEIGHT + 20, "memory by kind over the step", [*areas, *labels])
 
 
 def _points(values: Sequence[float], most: float) -> Iterator[str]:
@@ -110,7 +115,7 @@ def _links(plan: Plan) -> str:
             f'<rect x="{90 + near:.1f}" y="{y}" width="{far:.1f}" height="{_BAR}" fill="{_COLOURS[2]}"/>',
             f'<text x="{96 + near + far:.1f}" y="{y + 15}">{said}</text>',
         ]
-    return _picture(len(axes) * (_BAR + 8), "bytes by axis", marks)
+    return picture(len(axes) * (_BAR + 8), "bytes by axis", marks)
 
 
 def _timeline(plan: Plan) -> str:
@@ -130,7 +135,7 @@ def _timeline(plan: Plan) -> str:
         at += computes + exposed
     marks.append(_block(at, 0, time.bubble * scale, _COLOURS[5], "waits for other stages"))
     caption = f"<p>{time.total * 1e3:.2f} ms, {time.utilization:.0%} of the device's peak (MFU)</p>"
-    return caption + _picture(2 * _BAR + 28, "phases of a step", marks)
+    return caption + picture(2 * _BAR + 28, "phases of a step", marks)
 
 
 def _block(x: float, y: float, width: float, colour: str, said: str) -> str:
@@ -140,5 +145,6 @@ def _block(x: float, y: float, width: float, colour: str, said: str) -> str:
     )
 
 
-def _picture(height: float, label: str, marks: Sequence[str]) -> str:
+def picture(height: float, label: str, marks: Sequence[str]) -> str:
+    """A drawing as wide as the page."""
     return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{label}">{"".join(marks)}</svg>'

@@ -71,7 +71,7 @@ KINDS = (
 # Sections that write files, print, or stop the device to measure: none of them changes what a step holds or sends.
 _WATCHES = (
     *("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "memory_profiler", "comms_logger"),
-    *("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state", "hangs", "timers"),
+    *("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state", "hangs", "timers", "autotuning"),
 )
 
 

@@ -14,6 +14,7 @@ MOVED: dict[str, str] = {
     "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator",
     "deepspeed.accelerator.sdaa_accelerator": "deepspeed.accelerator.vendors",
     "deepspeed.accelerator.xpu_accelerator": "deepspeed.accelerator.vendors",
+    "deepspeed.autotuning.config": "deepspeed.config.autotuning",
     "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.compile.config": "deepspeed.config.compile",
     "deepspeed.git_version_info": "deepspeed.published.git_version_info",
@@ -30,7 +31,12 @@ MOVED: dict[str, str] = {
     "deepspeed.monitor.csv_monitor": "deepspeed.monitor.monitor",
     "deepspeed.monitor.tensorboard": "deepspeed.monitor.monitor",
     "deepspeed.monitor.wandb": "deepspeed.monitor.monitor",
+    "deepspeed.ops.deepspeed4science": "deepspeed.ops.evoformer",
     "deepspeed.ops.random_ltd.dropping_utils": "deepspeed.ops.random_ltd",
+    "deepspeed.ops.sparse_attention.bert_sparse_self_attention": "deepspeed.transformers.sparse_attention",
+    "deepspeed.ops.sparse_attention.matmul": "deepspeed.ops.sparse_attention.blocks",
+    "deepspeed.ops.sparse_attention.softmax": "deepspeed.ops.sparse_attention.blocks",
+    "deepspeed.ops.sparse_attention.sparse_attention_utils": "deepspeed.transformers.sparse_attention",
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": (
         "deepspeed.runtime.checkpoint_engine.checkpoint_engine"
     ),
@@ -43,6 +49,7 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": "deepspeed.data.indexed_dataset",
     "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": "deepspeed.data.dynamic_batching",
     "deepspeed.runtime.domino.transformer": "deepspeed.tensor_parallel.domino",
+    "deepspeed.runtime.eigenvalue": "deepspeed.compression.eigenvalue",
     "deepspeed.runtime.fp16.loss_scaler": "deepspeed.precision.loss_scaler",
     "deepspeed.runtime.fp16.onebit": "deepspeed.ops.onebit",
     "deepspeed.runtime.fp16.onebit.adam": "deepspeed.ops.onebit.adam",
@@ -185,6 +192,7 @@ SPLIT: dict[str, dict[str, str]] = {
         "deepspeed.config.monitor",
         "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig",
     ),
+    "deepspeed.nebula.config": {"DeepSpeedNebulaConfig": "deepspeed.published.config_utils"},
     "deepspeed.ops.adam.multi_tensor_apply": {"MultiTensorApply": "deepspeed.published.runtime_names"},
     "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "deepspeed.runtime.base_optimizer:ZeroOptimizer"},
     "deepspeed.runtime.comm.coalesced_collectives": {
@@ -352,6 +360,9 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "DLTS_HOSTFILE": "deepspeed.launcher.arguments:DEFAULT_HOSTFILE",
         "EXPORT_ENVS": "deepspeed.launcher.environment",
     },
+    "deepspeed.ops.sparse_attention": names_at(
+        "deepspeed.transformers.sparse_attention", "BertSparseSelfAttention SparseAttentionUtils"
+    ),
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "_CUDA_RNG_STATE_TRACKER": "deepspeed.runtime.rng:_tracker",
         "_MODEL_PARALLEL_RNG_TRACKER_NAME": "deepspeed.runtime.rng:MODEL_PARALLEL_RNG",
@@ -368,6 +379,10 @@ REEXPORTED: dict[str, dict[str, str]] = {
 }
 
 _GRID = "deepspeed.checkpoint.DeepSpeedCheckpoint takes the degrees of another grid"
+_VENDORS = (
+    "the vendor's package registers its accelerator as a deepspeed.accelerators entry point, and ds_report says "
+    "whether it is installed; deepspeed.ops.op_builder has the builders for all devices"
+)
 _EXPERTS = "the config's expert_parallel section runs the experts of a model: docs/moe.md"
 _FAMILIES = "build_hf_engine serves the models of Transformers as they are, without layers of its own"
 _SPLIT = "tensor_parallel.autotp_size and partition_config in the config split a model: docs/tensor_parallel.md"
@@ -404,6 +419,8 @@ REMOVED: dict[str, str] = {
     "deepspeed.ops.op_builder.*": "import builders from deepspeed.ops.op_builder",
     "deepspeed.ops.op_builder.UtilsBuilder": "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors",
     "deepspeed.ops.op_builder.builder.*": "subclass OpBuilder, which compiles CUDA sources too",
+    "deepspeed.ops.op_builder.klxpu": _VENDORS,
+    "deepspeed.ops.op_builder.supa": _VENDORS,
     "deepspeed.ops.triton_ops": "use deepspeed.HAS_TRITON",
     "deepspeed.runtime.checkpoint_engine.utils": "assign a CheckpointEngine of your own to engine.checkpoint_engine",
     "deepspeed.runtime.compiler": "use torch.compiler, or engine.compile()",
@@ -437,13 +454,7 @@ _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 
 # module or name of a feature that is still to come, with all below it → what to use meanwhile
 COMING: dict[str, str] = {
-    "deepspeed.autotuning": "python -m deepspeed.config check and ds_preflight estimate memory",
-    "deepspeed.linear": "PEFT has LoRA and quantised linear layers",
-    "deepspeed.nebula": "checkpoints are saved in the background with checkpoint.writer in the config",
-    "deepspeed.ops.deepspeed4science": "use torch's scaled_dot_product_attention with a bias as its mask",
-    "deepspeed.ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
     "deepspeed.runtime.compression": _TORCHAO,
-    "deepspeed.runtime.eigenvalue": "torch.func computes Hessian-vector products",
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,
     "deepspeed.runtime.quantize": _TORCHAO,
     "deepspeed.runtime.rollout.continuous_batching": "engine.generate runs a schedule of its own",

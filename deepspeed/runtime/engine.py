@@ -41,6 +41,7 @@ from deepspeed.runtime.saving.checkpoints import Checkpoints
 from deepspeed.runtime.saving.methods import CheckpointMethods
 from deepspeed.runtime.step.stepper import StepOutcome
 from deepspeed.zero.interface import numel_of
+from deepspeed.zero.public.access import safe_get_full_fp32_param, safe_get_full_grad
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -119,6 +120,8 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
         parts = self._parts
         if parts.moved:
             self._must_be_here("engine.backward()", trains=True)
+        if parts.pacing is not None and parts.accumulation.at_boundary:
+            parts.pacing.before_backward(loss, parts.scale.value)
         with phase(self.events, Phase.BACKWARD, parts.accumulation):
             used = parts.backward.run(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
         if self.events.wants(StepFinished):
@@ -153,6 +156,8 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
         require_metric(self.lr_scheduler, lr_kwargs)
         used_lr, used_momentum = tuple(self.get_lr()), tuple(self.get_mom())
         ran = self._parts.backward.has_gradients
+        if self._parts.pacing is not None and ran:
+            self._parts.pacing.before_step(safe_get_full_grad, safe_get_full_fp32_param)
         taken = getattr(self.optimizer, "take_step", stepper.step)
         outcome = self._outcome = taken()
         self._applied = outcome.applied

@@ -39,6 +39,11 @@ GETTERS: dict[str, str] = {
     **{f"zero_{name}": f"schema.zero_optimization.{name}" for name in _OF_ZERO.split()},
     "autotp_size": "schema.tensor_parallel.autotp_size",
     "autotuning_enabled": "schema.autotuning.enabled",
+    "autotuning_end_profile_step": "schema.autotuning.end_profile_step",
+    "autotuning_metric": "schema.autotuning.metric",
+    "autotuning_metric_path": "schema.autotuning.metric_path",
+    "autotuning_model_info_path": "schema.autotuning.model_info_path",
+    "autotuning_start_profile_step": "schema.autotuning.start_profile_step",
     "aio_config": "schema.aio",
     "bf16_master_weights_and_gradients": "schema.bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "schema.bf16.bf16_optimizer_states",
@@ -80,6 +85,9 @@ GETTERS: dict[str, str] = {
 
 # methods whose value follows from others
 _DERIVED: dict[str, Callable[[Any], Any]] = {
+    "autotuning_profile_model_info": lambda engine: (
+        engine._config.schema.autotuning.enabled and engine._config.schema.autotuning.model_info.profile
+    ),
     "checkpoint_writer_enabled": lambda engine: engine._config.schema.checkpoint.writer is not None,
     "curriculum_learning_enabled": lambda engine: engine._config.schema.data_efficiency.curriculum is not None,
     "data_sampling_enabled": lambda engine: bool(engine._config.schema.data_efficiency.sampling),

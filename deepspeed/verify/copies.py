@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -145,10 +146,11 @@ class Configs:
 
 
 def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
+    """Rows of a config; paths of files are left out, because each host may have its own."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield from _flat(part, f"{path}.{key}" if path else str(key))
-    else:
+    elif not (isinstance(value, str) and os.sep in value):
         yield path, repr(value)
 
 

@@ -66,6 +66,7 @@ class SampledUpdates:
         self.sums: dict[int, Tensor] = {}
         """[2, elements] by the id of a parameter: gradients of this rank, and their sizes, in float64."""
         self._exact = _sums_plainly(parts)
+        self._travels = parts.precision.reduce_dtypes(parts.module)
         self._others = self._of_bucket(everything, turn) if self._exact and count else []
         watched = [*self._chosen, *self._others] if self._exact else []
         self._hooks = [each.param.register_hook(partial(self._saw, id(each.param))) for each in watched]
@@ -132,7 +133,8 @@ class SampledUpdates:
             total = total.clone()
             with comm.labelled(f"verify: plain sum of the gradient of {state.name}"):
                 comm.all_reduce(total, group=axis.group)
-        dtypes = (each.param.dtype, each.group.dtypes.reduce, each.group.dtypes.accumulate)
+        reduced = self._travels.get(each.param, each.group.dtypes.reduce)
+        dtypes = (each.param.dtype, reduced, each.group.dtypes.accumulate)
         additions = axis.size * parts.accumulation.steps + 4
         mean = parts.config.schema.gradient_allreduce_op == "mean"
         sample.total, sample.weight = total, 1 / placement.size if mean else 1.0

@@ -35,10 +35,16 @@ from deepspeed.zero.gradients.owned_signs import OwnedSigns
 from deepspeed.zero.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.zero.gradients.reduction import ReduceToOwners, Reduction, ReductionWeights
 from deepspeed.zero.gradients.sign_reduction import SignReduction
-from deepspeed.zero.gradients.sparse import embedding_parameters
+from deepspeed.zero.gradients.sparse import RowsToOwners, embedding_parameters, row_widths
 from deepspeed.zero.memory_budget import Budgeted
 from deepspeed.zero.offload import gather_from, remotes_of, reserve, store_of, tiers_of, uses_disk
-from deepspeed.zero.parameters.coded import CodedBlockGather, CodedGather, RestingWeights, travels_coded
+from deepspeed.zero.parameters.coded import (
+    CodedBlockGather,
+    CodedGather,
+    RestingWeights,
+    travel_as_codes,
+    travels_coded,
+)
 from deepspeed.zero.parameters.coordinator import FetchCoordinator
 from deepspeed.zero.parameters.fetch_plan import FetchLimits
 from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
@@ -84,8 +90,8 @@ _SHARED_KEYS = (
 _WEIGHT_FORMATS = {"int8": "int8", "fp8": "fp8_e4m3", "int4": "int4"}
 
 
-def make_reduction(schema: Schema, placement: Placement) -> Reduction:
-    """How the gradients of a placement are summed and get to their owners."""
+def make_reduction(schema: Schema, placement: Placement, width: int = 0) -> Reduction:
+    """How the gradients of a placement are summed and get to their owners; with a `width`, touched rows of them."""
     zero, late = schema.zero_optimization, placement.late
     weights = ReductionWeights.of(schema, placement.size, placement.copies if late else 1)
     now, then = (None, placement.replicate) if late else (placement.replicate, None)
@@ -94,6 +100,8 @@ def make_reduction(schema: Schema, placement: Placement) -> Reduction:
         memory = None if loco is None else ErrorMemory(loco.err_beta, loco.reset_T)
         codec, nodes = block_codec("int4"), placement.nodes
         return CodedReduction(placement.shard, placement.group, codec, weights, nodes, now, then, memory)
+    if width and placement.shard.size > 1:
+        return RowsToOwners(placement.shard, placement.group, weights, now, then, width=width)
     return ReduceToOwners(
         placement.shard,
         placement.group,
@@ -253,7 +261,8 @@ class StateBuilder:
         check_size(self.measure.axis, int(zero.zero_hpz_partition_size))
         if zero.stage > 0 and (size > 1 or self.remotes is not None):
             _refuse_torch_muon(self.optimizer)
-        if zero.stage == 3 and (size > 1 or self.remotes is not None or zero.zero_quantized_nontrainable_weights):
+        coded = zero.zero_quantized_nontrainable_weights or schema.weight_quantization.at_birth is not None
+        if zero.stage == 3 and (size > 1 or self.remotes is not None or coded):
             return self._shard_parameters()
         if size > 1 and zero.stage > 0 and self.optimizer is not None:
             return self._taken(placed(ranks_of, self._placement), self._resident)
@@ -293,9 +302,9 @@ class StateBuilder:
         log_dist_once(f"zero_quantized_gradients: the gradients of axis {axis.name!r} travel in {hops}", [0], NOTICE)
         return nodes
 
-    def _reduction(self, placement: Placement) -> Reduction:
+    def _reduction(self, placement: Placement, width: int) -> Reduction:
         """How the gradients of a placement are reduced, for this optimizer."""
-        plain = make_reduction(self.schema, placement)
+        plain = make_reduction(self.schema, placement, width)
         if not isinstance(self.optimizer, OneBitOptimizer) or placement.shard.size * placement.copies == 1:
             return plain
         if placement.replicate is None:
@@ -306,8 +315,10 @@ class StateBuilder:
         schema, precision = self.schema, self.precision
         names = {id(param): name for name, param in self.module.named_parameters()}
         travels, reduction_of = precision.reduce_dtypes(self.module), self._reduction
+        coded = isinstance(self.optimizer, OneBitOptimizer) or schema.zero_optimization.zero_quantized_gradients
+        rows = {} if coded or make is None else row_widths(self.module, all_rows=schema.sparse_gradients)
         return GroupPlanner(
-            schema, axis_of, precision, names, travels, reduction_of, make, self.tiers, apart=self._coded
+            schema, axis_of, precision, names, travels, reduction_of, make, self.tiers, apart=self._coded, rows=rows
         )
 
     def _in_place(self, axis_of: AxisOf) -> ZeroModel:
@@ -335,7 +346,7 @@ class StateBuilder:
             rows=rows,
         )
         gradients = replicated.ReplicatedGradients(list(module.named_parameters()), holding)
-        exchange = planner.reduction_of(holding.main)
+        exchange = planner.reduction_of(holding.main, None)
         if isinstance(exchange, SignReduction) and states is not None:
             exchange.name_of = partial(_name_of, states)
         ways = ReductionSettings(every_backward=False, limit=replicated.BUCKET_BYTES, first=replicated.FIRST_BYTES)
@@ -447,9 +458,18 @@ class StateBuilder:
         for unit in units_by_granularity(module, zero.module_granularity_threshold).values():
             set_z3_leaf_module(unit, True)
         way, far = make_gather(schema), make_gather(schema, None if remotes is None else remotes.remote)
+        ways: dict[int, CodedGather] = {}
+        if schema.weight_quantization.at_birth is not None and not any(each.codec for each in shards):
+            raise DeepSpeedConfigError(
+                "weight_quantization.quantized_initialization: no weight of the model rests as codes; build it inside "
+                "deepspeed.zero.Init(config_dict_or_path=...) with this config, or use post_init_quant",
+                path="weight_quantization.quantized_initialization",
+            )
         for each in shards:
             each.strict = zero.enable_sanity_checks
             each.gather = way if each.remote is None else far
+            if each.codec is not None:
+                travel_as_codes(each, ways)
         total = int(zero.model_persistence_threshold) // axes.levels(self.measure.axis)[0].size
         missing = persist(shards, int(zero.param_persistence_threshold), total)
         if zero.zero_quantized_nontrainable_weights:

@@ -51,6 +51,7 @@ MEMOS = {
     "ops::load_triton": "that Triton's compiler is being loaded, or is",
     "ops::builder_class": "the classes of builders, by their published names",
     "ops::all_ops": "a builder of each op",
+    "ops::_compiled": "flex attention as it was compiled",
     "ops::_cpu_flags": "what this processor can do",
     "ops::_outcome": "the compiled libraries, or why there are none",
     "ops::_programs": "which program of a kernel updates what",

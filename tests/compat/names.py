@@ -8,14 +8,10 @@ from pathlib import Path
 
 FEATURES = {
     "DeepCompile": "compiled graphs over sharded parameters, and passes over them",
-    "autotuning": "the search for a config",
-    "compression": "eigenvalues and the quantiser of MoQ as classes",
+    "compression": "the quantiser of MoQ as a class",
     "hybrid engine": "helpers of its graphs",
-    "kernels": "Evoformer attention, floating point quantisation",
     "inference": "the config of a layer of DeepSpeed's injected kernels",
-    "linear": "LoRA and quantised linear layers",
     "rollout": "continuous batches and distillation, as helpers",
-    "sparse attention": "attention over blocks",
 }
 
 

@@ -49,13 +49,17 @@ SHORT = {
     "examples/finetune/with_accelerate.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/finetune/with_trainer.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/gpt/memory.py": ["--width", "32"],
+    "examples/lora/train.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/moe/mixtral.py": ["--steps", "3", "--output", "{tmp}"],
     "examples/moe/train.py": ["--steps", "3"],
     "examples/compile/train.py": ["--steps", "2"],
+    "examples/sparse_attention/train.py": ["--steps", "2", "--length", "50"],
     "examples/verify/train.py": ["--steps", "4"],
     "examples/serve/model.py": ["--steps", "2", "--output", "{tmp}"],
 }
+MODELS = {"pytorch_model.bin", "model.safetensors", "adapter_model.safetensors"}
 ELSEWHERE = {
+    "examples/autotune/train.py": "tests/distributed/autotuning/test_search.py",
     "examples/elastic/train.py": "tests/distributed/elasticity/test_elastic_example.py",
     "examples/gpt/train.py": "tests/unit/examples/test_gpt_script.py",
     "examples/ray/train.py": "tests/distributed/elasticity/test_ray_train.py",
@@ -72,7 +76,7 @@ def example_of(command):
 
 
 def needs_clients(command):
-    return any(folder in example_of(command) for folder in ("finetune", "fast", "mixtral", "serve"))
+    return any(folder in example_of(command) for folder in ("finetune", "fast", "lora", "mixtral", "serve"))
 
 
 def alone():
@@ -372,7 +376,7 @@ def test_example(command, tmp_path):
     with Warm() as python, Launched(words, tmp_path, main=at_the_root, environ=alone(), python=python) as job:
         assert job.wait(300) == 0, job.output() + job.errors()
     if "--output" in short:
-        assert {path.name for path in (tmp_path / "output").iterdir()} & {"pytorch_model.bin", "model.safetensors"}
+        assert {path.name for path in (tmp_path / "output").iterdir()} & MODELS
 
 
 @pytest.mark.parametrize("command", of("deepspeed.run_page", "deepspeed.profiling.trace"), ids=str)

@@ -83,7 +83,7 @@ class FP_Quantize(FloatQuantizer):
             raise UsageError(
                 "FP_Quantize.quantize: stochastic_mode is for integers; small floats are rounded to nearest"
             )
-        form, size = _form(q_bits, q_mantisa_bits), self.group_size
+        form, size = float_format(q_bits, q_mantisa_bits), self.group_size
         if input.numel() % size or size % FORMATS[form].lanes:
             raise UsageError(
                 f"FP_Quantize.quantize: groups of {size} do not divide the {input.numel()} elements; use a group_size "
@@ -121,7 +121,7 @@ class FP_Quantize(FloatQuantizer):
         scales = scale if known is None or scale is not None else known.scale
         assert scales is not None, "one of both is known"
         out = torch.empty(len(input_q), self.group_size, dtype=fp_out.dtype, device=input_q.device)
-        rows.decode(_form(q_bits, q_mantisa_bits), self.group_size, input_q, scales.view(-1, 1), out)
+        rows.decode(float_format(q_bits, q_mantisa_bits), self.group_size, input_q, scales.view(-1, 1), out)
         return fp_out.copy_(out.view(fp_out.shape))
 
     def selective_dequantize(
@@ -163,10 +163,11 @@ def matmul_fp8(
     return inp @ quantizer.dequantize(weight, fp_out=out, scale=scale)
 
 
-def _form(bits: int, mantissa: int) -> str:
+def float_format(bits: int, mantissa: int, caller: str = "FP_Quantize") -> str:
+    """The name of the format of small floats with these widths."""
     found = _FORMATS.get((bits, _MANTISSA.get(bits, mantissa)))
     if found is None:
         raise UsageError(
-            f"FP_Quantize: {bits} bits with {mantissa} of mantissa are not known; use 8 bits with 3 or 2, 12, 6 or 4"
+            f"{caller}: {bits} bits with {mantissa} of mantissa are not known; use 8 bits with 3 or 2, 12, 6 or 4"
         )
     return found

@@ -27,7 +27,7 @@ BUILDERS: dict[str, tuple[str, str]] = {
     "AsyncIOBuilder": ("async_io", "deepspeed.ops.aio.handle"),
     "GDSBuilder": ("gds", "deepspeed.ops.aio.gds"),
     "DeepCompileBuilder": ("dc", "DeepCompile"),
-    "EvoformerAttnBuilder": ("evoformer_attn", "kernels"),
+    "EvoformerAttnBuilder": ("evoformer_attn", "deepspeed.ops.evoformer"),
     "FPQuantizerBuilder": ("fp_quantizer", "deepspeed.ops.fp_quantizer"),
     "InferenceBuilder": ("transformer_inference", "deepspeed.ops.generate.streaming"),
     "InferenceCoreBuilder": ("inference_core_ops", "deepspeed.ops.generate.packed"),
@@ -36,8 +36,8 @@ BUILDERS: dict[str, tuple[str, str]] = {
     "RaggedOpsBuilder": ("ragged_device_ops", "deepspeed.ops.generate.attention"),
     "RaggedUtilsBuilder": ("ragged_ops", "deepspeed.ops.generate.pages"),
     "RandomLTDBuilder": ("random_ltd", "deepspeed.ops.random_ltd"),
-    "SparseAttnBuilder": ("sparse_attn", "sparse attention"),
-    "SpatialInferenceBuilder": ("spatial_inference", "kernels"),
+    "SparseAttnBuilder": ("sparse_attn", "deepspeed.ops.sparse_attention"),
+    "SpatialInferenceBuilder": ("spatial_inference", "deepspeed.ops.spatial"),
 }
 
 

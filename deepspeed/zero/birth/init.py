@@ -12,19 +12,22 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.codec import group_codec
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.features import require
 from deepspeed.config.load import load
 from deepspeed.config.schema import Schema
-from deepspeed.errors import FeatureUnavailable, UsageError
+from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable, UsageError
 from deepspeed.log import warn_once
 from deepspeed.precision.policy import Precision
-from deepspeed.zero.birth.construct import ParameterConstruction
+from deepspeed.transformers.construct import ParameterConstruction
 from deepspeed.zero.birth.placement import ConstructionSite, DeepSpeedTensorOverride, construction_axis, rank_device
 from deepspeed.zero.birth.touched import TouchedParameters
 from deepspeed.zero.offload import gather_from, remote_of
 from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.coded import CodedGather, travel_as_codes
 from deepspeed.zero.parameters.parameter import shard_parameter
+from deepspeed.zero.parameters.shard import Shard, rest_as
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -98,6 +101,11 @@ class Init(ContextDecorator):
         self._gather = None if self._files is None else gather_from(self._files, fetch.PLAIN)
         self._touch = TouchedParameters()
         self._gathers_in_apply = schema is None or schema.zero_optimization.override_module_apply
+        groups = None if schema is None else schema.weight_quantization.at_birth
+        self._codec = (
+            None if groups is None else group_codec(groups.num_bits, groups.group_size, symmetric=groups.symmetric)
+        )
+        self._ways: dict[int, CodedGather] = {}
         self._strict = schema is not None and schema.zero_optimization.enable_sanity_checks
         if module is not None:
             self._shard(module)
@@ -129,6 +137,7 @@ class Init(ContextDecorator):
 
     def _shard(self, module: nn.Module) -> None:
         """Shard every parameter below that is not sharded yet, with the values of the first rank."""
+        coded = set() if self._codec is None else set(map(id, _weights(module)))
         for name, param in self._placement.put(module):
             shard = shard_parameter(param, self._axis, f"{type(module).__name__}.{name}", self._files)
             shard.strict, shard.gather, shard.replicas = self._strict, self._gather, self._replicas
@@ -136,9 +145,30 @@ class Init(ContextDecorator):
             shard.edits = 0
             if shard.numel:
                 shard.release()
+            if id(param) in coded:
+                self._rest(shard)
             if self._pin:
                 shard.stored = get_accelerator().pin_memory(shard.stored)
                 shard.refit(shard.dtype)
+
+    def _rest(self, shard: Shard) -> None:
+        """Freeze a weight, and let its chunk rest as codes."""
+        codec = self._codec
+        assert codec is not None, "asked before"
+        if shard.shape[-1] % codec.block:
+            raise DeepSpeedConfigError(
+                f"weight_quantization.quantized_initialization.group_size: {codec.block} does not divide dim 1 of "
+                f"{shard.name} {tuple(shard.shape)}; use one that divides {shard.shape[-1]}",
+                path="weight_quantization.quantized_initialization.group_size",
+            )
+        shard.param.requires_grad_(False)
+        rest_as(shard, codec)
+        travel_as_codes(shard, self._ways)
+
+
+def _weights(module: nn.Module) -> Iterator[torch.Tensor]:
+    """What `quantized_initialization` is about."""
+    return (each.weight for each in module.modules() if isinstance(each, (nn.Linear, nn.Embedding)))
 
 
 class MiCS_Init(Init):

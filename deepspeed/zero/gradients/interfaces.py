@@ -18,8 +18,8 @@ from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.piece import StatePiece
 from deepspeed.zero.placement import Placement
 
-ReductionOf = Callable[[Placement], Reduction]
-"""How the gradients of a placement are reduced; the same object for the same placement."""
+ReductionOf = Callable[[Placement, nn.Parameter | None], Reduction]
+"""How gradients of a placement, and of a parameter, are reduced; the same object for those that may share buckets."""
 
 
 @dataclass(eq=False, slots=True)

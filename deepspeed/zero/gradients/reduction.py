@@ -238,7 +238,7 @@ class ReduceToOwners:
         gloo's reduce-scatter moves twice the data and took four times as long. This rank's own slice stays where it is
         if it lies at an end, so that it needs no memory to travel to itself.
         """
-        lengths = [share.length] * self.size if isinstance(share, EvenShares) else _dense(share, self.size)
+        lengths = [share.length] * self.size if isinstance(share, EvenShares) else dense_lengths(share, self.size)
         mine = self._mine(send, share)
         others = list(lengths)
         sent, own = send, 0
@@ -263,7 +263,8 @@ class ReduceToOwners:
         return Pending(mine, work, add)
 
 
-def _dense(share: OwnedShares, size: int) -> list[int]:
+def dense_lengths(share: OwnedShares, size: int) -> list[int]:
+    """The elements that each rank owns."""
     lengths = [0] * size
     for owner, length in share.lengths:
         lengths[owner] = length

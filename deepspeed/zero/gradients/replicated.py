@@ -111,7 +111,7 @@ class ReplicatedGradients:
             name=self._names[place],
             param=param,
             numel=holder.numel(),
-            reduction=reduction_of(placement),
+            reduction=reduction_of(placement, param),
             dtype=self._travels[place],
             accumulate=holder.dtype,
             device=holder.device,

@@ -2,12 +2,66 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed import comm
+from deepspeed.comm import Pending
+from deepspeed.zero.gradients.reduction import EvenShares, ReduceToOwners, Share, WholeShares, dense_lengths
+
+
+@dataclass(frozen=True, eq=False)
+class RowsToOwners(ReduceToOwners):
+    """Of each owner's slice only the rows travel that are not zero, in an exchange among all ranks.
+
+    A row is `width` elements of the slice, counted from its start. It may hold parts of two rows of a parameter.
+    """
+
+    width: int = 1
+
+    @property
+    def few(self) -> int:
+        return self.size
+
+    def _scatter(self, send: Tensor, share: Share) -> Pending[Tensor]:
+        if isinstance(share, WholeShares):
+            return super()._scatter(send, share)
+        lengths = [share.length] * self.size if isinstance(share, EvenShares) else dense_lengths(share, self.size)
+        rows = [_rows(part, self.width) for part in send.split(lengths)]
+        touched = [part.any(dim=1).nonzero().squeeze(1) for part in rows]
+        sent = torch.tensor([len(indices) for indices in touched], device=send.device)
+        came = sent.clone()
+        comm.all_to_all_single(came, sent, group=self.group)
+        outs, ins = came.tolist(), sent.tolist()
+        values = torch.cat([part[indices] for part, indices in zip(rows, touched, strict=True)])
+        found, places = values.new_empty(sum(outs), self.width), touched[0].new_empty(sum(outs))
+        comm.all_to_all_single(places, torch.cat(touched), outs, ins, group=self.group)
+        work = comm.all_to_all_single(found, values, outs, ins, group=self.group, async_op=True)
+        mine, length = rows[self.rank], lengths[self.rank]
+
+        def add(_: Tensor) -> Tensor:
+            mine.zero_()
+            for indices, part in zip(places.split(outs), found.split(outs), strict=True):  # in the order of the ranks
+                mine.index_add_(0, indices, part)
+            return mine.view(-1)[:length]
+
+        return Pending(mine, work, add)
+
+
+def _rows(flat: Tensor, width: int) -> Tensor:
+    """A slice as rows, the last one filled up with zeros."""
+    rest = -len(flat) % width
+    return (torch.cat([flat, flat.new_zeros(rest)]) if rest else flat).view(-1, width)
+
+
+def row_widths(module: nn.Module, *, all_rows: bool) -> dict[int, int]:
+    """How long the rows of embeddings are whose gradients are sparse, or asked for as touched rows, by id."""
+    chosen = frozenset[int]().union(*embedding_parameters(module, all_rows=all_rows))
+    embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
+    return {id(part.weight): part.embedding_dim for part in embeddings if id(part.weight) in chosen}
 
 
 def embedding_parameters(module: nn.Module, *, all_rows: bool) -> tuple[frozenset[int], frozenset[int]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.comm import Pending
-from deepspeed.comm.codec import BlockCodec
+from deepspeed.comm.codec import BlockCodec, Codec
 from deepspeed.errors import UsageError
 from deepspeed.log import NOTICE, log_dist, warn_once
 from deepspeed.zero.parameters.gather import PLAIN, FlatBlocks, Gather, GatherFor
@@ -87,10 +87,17 @@ class CodedGather:
         for shard in shards:
             shard.pending = shared
 
-    def _codec_of(self, shard: Shard) -> BlockCodec:
+    def _codec_of(self, shard: Shard) -> Codec:
         codec = self.codec if shard.codec is None else shard.codec
         assert codec is not None, "what rests in its dtype travels plain without a codec"
         return codec
+
+
+def travel_as_codes(shard: Shard, ways: dict[int, CodedGather]) -> None:
+    """Let a shard that rests as codes become whole from these; `ways` has a gather for each plain one."""
+    if not isinstance(shard.gather, CodedGather):
+        plain = shard.gather or PLAIN
+        shard.gather = ways.setdefault(id(plain), CodedGather(None, plain))
 
 
 @dataclass(frozen=True)
@@ -119,9 +126,7 @@ class RestingWeights:
             if shard.whole:
                 shard.release()
             rest_as(shard, self.codec)
-            if not isinstance(shard.gather, CodedGather):
-                plain = shard.gather or PLAIN
-                shard.gather = ways.setdefault(id(plain), CodedGather(None, plain))
+            travel_as_codes(shard, ways)
             if shard.near is not None:  # a copy of neighbours may be larger than the codes of all
                 shard.near.leave()
                 shard.near = None

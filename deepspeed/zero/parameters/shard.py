@@ -23,7 +23,7 @@ from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters.data import reclaim, show, writes
 
 if TYPE_CHECKING:
-    from deepspeed.comm.codec import BlockCodec
+    from deepspeed.comm.codec import Codec
     from deepspeed.zero.parameters.gather import Gather
     from deepspeed.zero.parameters.near import NearCopy
     from deepspeed.zero.parameters.offloaded import ChunkTier
@@ -87,7 +87,7 @@ class Shard:
         self.pending: Pending[Any] | None = None
         self.staged: Tensor | None = None
         """The chunk on the device, while it is gathered from elsewhere."""
-        self.codec: BlockCodec | None = None
+        self.codec: Codec | None = None
         """What the chunk rests in: [Note: codes]; None: in its own dtype."""
         self.near: NearCopy | None = None
         """What neighbours keep of the whole parameter, so that they need not ask others for it."""
@@ -321,7 +321,7 @@ class Shard:
 
 
 @torch.no_grad()
-def rest_as(shard: Shard, codec: BlockCodec | None) -> None:
+def rest_as(shard: Shard, codec: Codec | None) -> None:
     """Let the chunk rest as codes, or in its dtype again; only while the parameter is not whole."""
     if codec == shard.codec:
         return

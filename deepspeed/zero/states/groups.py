@@ -111,7 +111,7 @@ class ShardGroup:
             self.names[place],
             self.params[place],
             self.layout.numels[place],
-            reduction_of(self.placement),
+            reduction_of(self.placement, self.params[place]),
             dtypes.reduce,
             dtypes.accumulate,
             self.params[place].device,

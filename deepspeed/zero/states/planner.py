@@ -35,15 +35,20 @@ class GroupPlanner:
     """The name of each parameter in the module, by id."""
     travels: dict[nn.Parameter, torch.dtype]
     """Parameters whose gradients travel in a dtype of their own."""
-    make_reduction: Callable[[Placement], Reduction]
+    make_reduction: Callable[[Placement, int], Reduction]
+    """For a placement, and gradients of which only touched rows of so many elements travel; 0: all of it."""
     make: Make | None = None
     """How a group is made; None: what the optimizer updates are the parameters themselves, or whole masters."""
     tiers: StateTiers = AT_HOME
     """Where states live."""
     apart: Callable[[nn.Parameter], bool] = lambda _: False
     """Parameters of which it says otherwise than of others have groups of their own."""
+    rows: dict[int, int] = field(default_factory=dict)
+    """How long the rows are of parameters of which only touched ones travel, by id."""
     reductions: dict[Placement, Reduction] = field(default_factory=dict)
     """One for each placement, so that its parameters share buckets."""
+    by_rows: dict[tuple[Placement, int], Reduction] = field(default_factory=dict)
+    """One for each placement and length of rows."""
     whole: dict[tuple[int, Placement], WholeGroup] = field(default_factory=dict)
     """Those that were made without `make`, by the id of their options."""
 
@@ -79,10 +84,15 @@ class GroupPlanner:
         """Whether a frozen parameter enters when it is unfrozen; it gets a copy in another dtype only then."""
         return self.make is not None or (param.is_floating_point() and param.dtype != self.precision.master)
 
-    def reduction_of(self, placement: Placement) -> Reduction:
-        """How the gradients of a placement are reduced."""
+    def reduction_of(self, placement: Placement, param: nn.Parameter | None) -> Reduction:
+        """How the gradients of a placement are reduced, or the gradient of this parameter."""
+        width = self.rows.get(id(param), 0)
+        if width:
+            if (placement, width) not in self.by_rows:
+                self.by_rows[placement, width] = self.make_reduction(placement, width)
+            return self.by_rows[placement, width]
         if placement not in self.reductions:
-            self.reductions[placement] = self.make_reduction(placement)
+            self.reductions[placement] = self.make_reduction(placement, 0)
         return self.reductions[placement]
 
     def dtypes(self, param: nn.Parameter) -> Dtypes:

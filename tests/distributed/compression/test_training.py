@@ -7,14 +7,40 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 import deepspeed
+from deepspeed.compression.basic_layer import compression_of
 from deepspeed.compression.compress import init_compression
 from deepspeed.compression.scheduler import compression_scheduler
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.pipe import PipelineModule
 from tests.harness import ranks, store_path
 from tests.models import Tiny, batches, make, share
+from tests.unit.compression.test_eigenvalue import Blocks, dense
 
 STEPS = 4
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+class Once(Blocks):
+    """Can be differentiated once."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = Square.apply(layer(x))
+        return self.head(x).square().mean()
 
 
 def technique(modules, params, **shared):
@@ -36,6 +62,19 @@ EVERYTHING = {
     "sparse_pruning": technique(["down"], {"dense_ratio": 0.5}, schedule_offset=2),
     "row_pruning": technique(["up"], {"dense_ratio": 0.5}),
 }
+BLOCKS = {
+    "sparse_pruning": {
+        "shared_parameters": {
+            "enabled": True,
+            "method": "snip_momentum",
+            "schedule_offset": 1,
+            "schedule_offset_end": 3,
+            "block_pattern": "4x1",
+            "dense_ratio": 0.3,
+            "excluded_modules": ["head"],
+        }
+    },
+}
 MOQ = {
     "enabled": True,
     "quantize_bits": {"start_bits": 8, "target_bits": 5},
@@ -55,6 +94,7 @@ def plain(section):
         loss = model(*batch)
         losses.append(loss.item())
         loss.backward()
+        scheduler.before_step()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -94,7 +134,12 @@ def test_every_stage_computes_what_one_process_does():
     expected, _ = plain(EVERYTHING)
     scored = {"sparse_pruning": technique(["down"], {"dense_ratio": 0.5}, method="topk", schedule_offset=0)}
     trained, scores = plain(scored)
+    fewer, blocks = plain(BLOCKS)
     for stage in (0, 1, 2, 3):
+        engine = build(stage, compression_training=BLOCKS)
+        assert train(engine) == pytest.approx(fewer, rel=1e-5)
+        assert torch.equal(weights(engine)["up.sparse_pruning_mask"], blocks.up.sparse_pruning_mask)
+        engine.destroy()
         engine = build(stage, compression_training=EVERYTHING)
         assert train(engine) == pytest.approx(expected, rel=1e-5)
         engine.destroy()
@@ -104,6 +149,87 @@ def test_every_stage_computes_what_one_process_does():
             found = weights(engine)["down.sparse_mask_scores"]
             torch.testing.assert_close(found, scores.down.sparse_mask_scores.detach())
         engine.destroy()
+
+
+EIGEN = {"enabled": True, "layer_name": "layers", "stability": 0, "tol": 1e-5, "max_iter": 300}
+
+
+@ranks(2)
+def test_eigenvalues_of_all_samples_decide_how_long_bits_last():
+    inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    top = dense(Blocks(), inputs)
+    expected = [1 + int(4 * abs(value) / max(map(abs, top))) for value in top]
+    assert len(set(expected)) > 1
+    bits = {"start_bits": 16, "target_bits": 10}
+    moq = {"enabled": True, "quantize_bits": bits, "quantize_schedule": {"quantize_period": 1}, "eigenvalue": EIGEN}
+    folder, losses = Path(store_path()).parent / "eigen", []
+    for stage, precision in ((0, {}), (1, {}), (2, {"bf16": {"enabled": True}}), (3, {})):
+        kind = torch.bfloat16 if precision else torch.float32
+        micro = inputs.view(2, 4, 3)[dist.get_rank()].to(kind)
+
+        def steps(engine, count, micro=micro):
+            found = []
+            for _ in range(count):
+                found.append(engine(micro))
+                engine.backward(found[-1])
+                engine.step()
+            return [loss.item() for loss in found]
+
+        def build_one(stage=stage, precision=precision):
+            return build(stage, Blocks(), quantize_training=moq, **precision)
+
+        engine = build_one()
+        steps(engine, 2)
+        paces = [compression_of(layer).pace for layer in engine.module.layers]
+        if not precision:
+            assert [pace.factors for pace in paces] == [[factor] for factor in expected]
+            assert [pace.edge for pace in paces] == [2 * factor for factor in expected]
+        assert compression_of(engine.module.head).pace.factors == [1]
+        engine.save_checkpoint(folder, tag=str(stage))
+        rest = steps(engine, 6)
+        losses += [] if precision else [rest]
+        again = build_one()
+        again.load_checkpoint(folder, tag=str(stage))
+        assert steps(again, 6) == rest
+        states = [[compression_of(layer).pace for layer in each.module.layers] for each in (engine, again)]
+        assert states[0] == states[1]
+        engine.destroy()
+        again.destroy()
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-4)
+
+
+@ranks(2)
+def test_eigenvalues_are_refused_where_they_cannot_be_computed():
+    moq = {"quantize_training": {"enabled": True, "quantize_schedule": {"quantize_period": 1}}}
+    for model, section, said in (
+        (Blocks(), {"layer_name": "blocks"}, "eigenvalue.layer_name: the model has no module 'blocks'"),
+        (PipelineModule([torch.nn.Linear(2, 2)] * 2, num_stages=2), {}, "eigenvalue.enabled is true, and ranks share"),
+    ):
+        with pytest.raises((UsageError, DeepSpeedConfigError), match=said):
+            build(0, model, eigenvalue={"enabled": True, **section}, **moq)
+    engine = build(0, Once(), eigenvalue={**EIGEN, "layer_name": "layers"}, **moq)
+    with pytest.raises(UsageError, match=r"cannot be differentiated twice.*Use attention in plain operations"):
+        engine.backward(engine(torch.ones(2, 3)))
+    engine.destroy()
+
+
+@ranks(2)
+def test_blocks_go_on_where_a_checkpoint_left_off():
+    folder = Path(store_path()).parent / "saved"
+    for stage, precision in ((1, {"bf16": {"enabled": True}}), (3, {})):
+        engine = build(stage, compression_training=BLOCKS, **precision)
+        train(engine, 0, 2)
+        engine.save_checkpoint(folder, tag=str(stage))
+        rest = train(engine, 2, 4)
+        assert engine.module.up.sparse_mask_scores.dtype is torch.int32
+        again = build(stage, compression_training=BLOCKS, **precision)
+        again.load_checkpoint(folder, tag=str(stage))
+        assert train(again, 2, 4) == rest
+        for one, other in zip(weights(again).values(), weights(engine).values(), strict=True):
+            assert torch.equal(one, other)
+        engine.destroy()
+        again.destroy()
 
 
 @ranks(2)

@@ -85,7 +85,7 @@ def sample(leaf):
     """A value that is valid for the key by itself, and not its default."""
     info = leaf.chain[-1].info
     default = info.get_default(call_default_factory=True)
-    choices = [7, 1 << 20, 0.5, 0.1, "x", "info", Path("x"), ["x"], [7], [7, 7], {"x": 7}, (7,), [], True, False]
+    choices = [7, 1 << 20, 0.5, 0.1, "x", "2x2", "info", Path("x"), ["x"], [7], [7, 7], {"x": 7}, (7,), [], True, False]
     for member in members_of(info.annotation):
         if get_origin(member) is Literal:
             choices += get_args(member)
@@ -314,8 +314,13 @@ def compressed_readers(folder):
         return torch.nn.ModuleDict({"up": torch.nn.Linear(4, 4), "row": row, "c": torch.nn.Conv2d(2, 2, 1)})
 
     init_compression(model(), config, model())
+    shared = {"enabled": True, "method": "snip_momentum", "block_pattern": "2x1", "dense_ratio": 0.5}
+    init_compression(model(), {**config, "compression_training": {"sparse_pruning": {"shared_parameters": shared}}})
     moq = {"enabled": True, "fp16_mixed_quantize": {"enabled": True}, "quantize_bits": {"target_bits": 15}}
     run({"quantize_training": moq | {"quantize_schedule": {"quantize_period": 1}}}, folder)
+    blocks = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    curved = {"quantize_training": moq, "eigenvalue": {"enabled": True, "layer_name": "0"}}
+    deepspeed.initialize(model=blocks, config={"train_batch_size": 4, **curved})[0].destroy()
 
 
 def readers(seen, folder):

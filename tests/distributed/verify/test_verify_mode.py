@@ -28,7 +28,9 @@ def build(stage, *, every=1, parameters=8, dtype="bf16", optimizer="AdamW", seed
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
         "verify": {"every": every, "parameters": parameters, **verify},
     }
-    if dtype != "fp32":
+    if dtype == "autocast":
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    elif dtype != "fp32":
         config[dtype] = {"enabled": True}
     engine = deepspeed.initialize(model=model, config=config)[0]
     torch.manual_seed(dist.get_rank() if seed is None else seed)
@@ -72,6 +74,7 @@ def clean(stage, dtype, optimizer, steps=4):
 def test_clean_steps_raise_nothing():
     for stage, dtype, optimizer in (
         (0, "fp32", "AdamW"),
+        (0, "autocast", "AdamW"),
         (0, "bf16", "SGD"),
         (1, "fp16", "Adam"),
         (1, "fp32", "Lion"),

@@ -13,11 +13,11 @@ import deepspeed
 from deepspeed.zero.gradients.bucket import Bucket
 from tests.harness import ranks
 
-WIDTH, LAYERS = 1024, 10
+WIDTH, LAYERS = 512, 10
 LAYER = WIDTH * WIDTH
 MODEL = LAYERS * LAYER * 4
 LIMITS = {2: 0.7, 3: 0.4}  # of the model's size
-STEPS = 4
+STEPS = 3
 
 
 class Layers(nn.Module):

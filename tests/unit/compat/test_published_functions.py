@@ -81,14 +81,29 @@ def test_version_is_text():
 
 
 def test_names_to_come_are_told_apart_from_a_broken_installation():
-    assert not hasattr(deepspeed, "autotuning")
-    with pytest.raises(AttributeError, match=r"deepspeed.autotuning is not part of this version yet; until then"):
-        deepspeed.autotuning  # noqa: B018
-    for name in ("deepspeed.autotuning.autotuner", "deepspeed.nebula.config"):
-        with pytest.raises(ImportError, match=r"deepspeed\.(autotuning|nebula)[.\w]* is not part of this version yet"):
+    assert not hasattr(deepspeed.runtime, "quantize")
+    with pytest.raises(AttributeError, match=r"deepspeed.runtime.quantize is not part of this version yet; until then"):
+        deepspeed.runtime.quantize  # noqa: B018
+    for name in ("deepspeed.runtime.quantize", "deepspeed.runtime.quantize.below"):
+        with pytest.raises(ImportError, match=r"deepspeed\.runtime\.quantize[.\w]* is not part of this version yet"):
             importlib.import_module(name)
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'deepspeed\.nothing'"):
         importlib.import_module("deepspeed.nothing")
+
+
+def test_the_section_of_nebula_is_read():
+    from deepspeed.nebula.config import DeepSpeedNebulaConfig
+
+    found = vars(DeepSpeedNebulaConfig({"nebula": {"enabled": True, "nebula_load_path": "/old"}}))
+    assert found == {
+        "enabled": True,
+        "persistent_storage_path": None,
+        "persistent_time_interval": 100,
+        "num_of_version_in_retention": 2,
+        "enable_nebula_load": True,
+        "load_path": "/old",
+    }
+    assert not DeepSpeedNebulaConfig({}).enabled
 
 
 def test_a_module_with_names_of_others_keeps_its_source_and_its_own_errors():

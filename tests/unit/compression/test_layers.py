@@ -154,6 +154,84 @@ def test_sparsity_is_that_of_the_ratio_to_the_element():
         assert model[0].weight.abs().sum().item() == pytest.approx(largest[:kept].sum().item())
 
 
+def snip(**shared):
+    settings = {"enabled": True, "method": "snip_momentum", **shared}
+    return {"sparse_pruning": {"shared_parameters": settings}}
+
+
+@pytest.mark.parametrize("pattern", ["4x1", "2x2", "1x1"])
+def test_blocks_go_by_how_much_the_loss_depends_on_them(pattern):
+    """As the formula says, written without blocks of views: momentum of |weight * gradient|, summed in blocks."""
+    high, wide = map(int, pattern.split("x"))
+    settings = config(
+        **snip(
+            schedule_offset=2,
+            schedule_offset_end=5,
+            schedule_offset_stride=2,
+            block_pattern=pattern,
+            dense_ratio=0.3,
+            excluded_modules=["2"],
+        )
+    )
+    torch.manual_seed(0)
+    model = init_compression(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), settings)
+    schedule = compression_scheduler(model, settings["compression_training"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    count = 48 // (high * wide)
+    scores, alive, kept = torch.zeros(8 // high, 6 // wide), torch.ones(8 // high, 6 // wide, dtype=torch.bool), []
+    for step in range(7):
+        loss = model(torch.randn(16, 6)).square().mean()
+        if step in (4, 5):  # after 2, where everything stays, every second step, and at the end
+            left = 0.3 if step == 5 else 0.3 + 0.7 / 27
+            order = scores.masked_fill(~alive, -1).flatten().argsort(descending=True)
+            alive = torch.zeros(count, dtype=torch.bool).index_fill_(0, order[: int(left * count)], True).view_as(alive)
+        kept.append(int(model[0].effective()[0].ne(0).sum()))
+        assert torch.equal(model[0].effective()[0] != 0, alive.kron(torch.ones(high, wide)).bool())
+        optimizer.zero_grad()
+        loss.backward()
+        if step < 5:
+            product = (model[0].weight * model[0].weight.grad).abs().detach()
+            for row in range(8 // high):
+                for column in range(6 // wide):
+                    block = product[row * high : (row + 1) * high, column * wide : (column + 1) * wide]
+                    scores[row, column] = 0.9 * scores[row, column] + block.sum()
+        schedule.before_step()
+        optimizer.step()
+        schedule.step()
+    assert kept[:4] == [48] * 4
+    assert kept[5:] == [int(0.3 * count) * high * wide] * 2
+    assert compression_of(model[2]) is None
+    x = torch.randn(3, 6)
+    expected = model(x)
+    redundancy_clean(model, settings)
+    assert torch.equal(model(x), expected)
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert int((model[0].weight != 0).sum()) == kept[-1]
+
+
+def test_blocks_do_not_go_unseen():
+    settings = config(**snip(schedule_offset=1, dense_ratio=0.5))
+    model = init_compression(nn.Sequential(nn.Linear(4, 4)), settings)
+    with pytest.raises(UsageError, match=r"no gradient of 0 was seen before step 1. Call before_step"):
+        compression_scheduler(model, settings["compression_training"]).step()
+    for shared, said in (
+        (
+            {"block_pattern": "3x1"},
+            r"block_pattern is 3x1, which does not divide the weight 16x8 of up;.*excluded_mod",
+        ),
+        ({"excluded_modules": ["conf"]}, "excluded_modules: 'conf' finds no module.* Near names: conv"),
+        ({"dense_ratio": 0.01, "excluded_modules": ["conv"]}, "dense_ratio 0.01 of up keeps none of 32"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            init_compression(Net(), config(**snip(**shared)))
+    groups = {"one": {"modules": ["up"]}, "two": {"modules": ["down"], "params": {"dense_ratio": 0.5}}}
+    settings = snip(dense_ratio=0.25)
+    settings["sparse_pruning"]["different_groups"] = groups
+    model = init_compression(Net(), config(**settings))
+    ratios = [compression_of(layer).prunings["sparse_pruning"].ratio for layer in (model.up, model.down)]
+    assert ratios == [0.25, 0.5]
+
+
 @pytest.mark.parametrize("method", ["l1", "topk"])
 def test_heads_are_taken_out_of_an_attention(method):
     settings = config(

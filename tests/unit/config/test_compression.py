@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed.compression.plan import techniques_of
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable
+from deepspeed.errors import DeepSpeedConfigError
 
 BASE = {"train_batch_size": 4}
 
@@ -33,6 +33,14 @@ BITS = {"start_bits": 8, "target_bits": 2}
         (of("weight_quantization", BITS, rounding="stochastic"), "1 and 2 bits need quantization_type symmetric"),
         (of("weight_quantization", {"start_bits": 8, "target_bits": 7}, store_integers=True), "needs 8, 4, 2 or 1"),
         (of("sparse_pruning", {"dense_ratio": 0.5}, method="l2"), "method: .*'l1'"),
+        (of("sparse_pruning", groups=False), "sparse_pruning.different_groups is missing"),
+        (of("sparse_pruning", method="snip_momentum", block_pattern="4by1"), "such as 4x1, found '4by1'"),
+        (of("sparse_pruning", method="snip_momentum", dense_ratio=0), "dense_ratio: .*greater than 0, found 0"),
+        (of("sparse_pruning", method="snip_momentum", schedule_offset=0), "schedule_offset is 0, where snip_momentum"),
+        (
+            of("sparse_pruning", method="snip_momentum", schedule_offset=9, schedule_offset_end=8),
+            r"schedule_offset_end \(8\) is before schedule_offset \(9\)",
+        ),
         (
             {
                 "compression_training": {
@@ -60,11 +68,23 @@ def test_techniques_that_are_off_are_not_checked():
     assert found.notes == []
 
 
-def test_what_is_not_there_yet_is_refused():
-    for section, path in (
-        (of("sparse_pruning", {"dense_ratio": 0.5}, method="snip_momentum"), "sparse_pruning.shared_parameters.method"),
-        ({"eigenvalue": {"enabled": True}}, "eigenvalue"),
+def test_eigenvalues_belong_to_moq():
+    section = {"enabled": True, "stability": 0, "layer_name": "layers"}
+    alone = DeepSpeedConfig({**BASE, "eigenvalue": section}, world_size=1)
+    assert "eigenvalue.layer_name: no effect: quantize_training.enabled is false" in str(alone.notes[0])
+    for given in (
+        {"quantize_training": {"enabled": True}, "eigenvalue": section},
+        {"quantize_training": {"enabled": True, "eigenvalue": section}},
     ):
-        with pytest.raises(FeatureUnavailable, match="not part of this version yet") as caught:
-            DeepSpeedConfig({**BASE, **section}, world_size=1)
-        assert caught.value.path.endswith(path)
+        found = DeepSpeedConfig({**BASE, **given}, world_size=1)
+        assert found.notes == []
+        assert (found.schema.eigenvalue.stability, found.schema.eigenvalue.layer_name) == (0, "layers")
+    with pytest.raises(DeepSpeedConfigError, match=r"eigenvalue\.stability: .*greater than or equal to 0, found -1"):
+        DeepSpeedConfig({**BASE, "eigenvalue": {"stability": -1}}, world_size=1)
+
+
+def test_keys_of_blocks_are_of_one_method():
+    found = DeepSpeedConfig({**BASE, **of("sparse_pruning", {"dense_ratio": 0.5}, block_pattern="2x1")}, world_size=1)
+    assert ["block_pattern: no effect: " in str(note) for note in found.notes] == [True]
+    alone = of("sparse_pruning", groups=False, method="snip_momentum", block_pattern="2x1", dense_ratio=0.4)
+    assert DeepSpeedConfig({**BASE, **alone}, world_size=1).notes == []

@@ -131,17 +131,31 @@ def test_every_unbuilt_feature_names_a_key_of_the_schema():
     ("section", "path"),
     [
         ({"compile": {"offload_opt_states": True}}, "compile.offload_opt_states"),
-        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
-        (
-            {"weight_quantization": {"quantized_initialization": {"num_bits": 4}}},
-            "weight_quantization",
-        ),
+        ({"graph_harvesting": True}, "graph_harvesting"),
     ],
 )
 def test_an_enabled_feature_that_is_not_built_is_an_error_that_says_so(section, path):
     with pytest.raises(FeatureUnavailable, match="not part of this version") as caught:
         DeepSpeedConfig({"train_batch_size": 8, **section})
     assert caught.value.path == path
+
+
+@pytest.mark.parametrize(
+    ("section", "package", "instead"),
+    [
+        ({"amp": {"enabled": True, "opt_level": "O1"}}, "apex", "bf16, fp16 or torch_autocast"),
+        ({"nebula": {"enabled": True}}, "torch_nebula", "checkpoint.writer.decoupled"),
+        ({"datastates_ckpt": {"host_cache_size": 16}}, "datastates", "engine.checkpoint_engine"),
+    ],
+)
+@pytest.mark.parametrize("installed", [False, True])
+def test_software_of_others_is_named_with_what_does_the_same(section, package, instead, installed, monkeypatch):
+    monkeypatch.setattr("deepspeed.config.features.find_spec", lambda name: name == package if installed else None)
+    with pytest.raises(FeatureUnavailable) as caught:
+        DeepSpeedConfig({"train_batch_size": 8, **section})
+    assert f"the package {package}, which {'is' if installed else 'is not'} installed here" in str(caught.value)
+    assert instead in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_disabled_section_of_an_unbuilt_feature_loads():

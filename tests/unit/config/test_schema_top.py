@@ -118,9 +118,9 @@ def test_datastates_is_no_number():
 
 
 def test_of_what_is_foreign_only_the_switch_is_known():
-    schema = Schema(amp={"enabled": False, "opt_level": "O1"}, nebula={"any": 1}, sparse_attention={"mode": "fixed"})
+    schema = Schema(amp={"enabled": False, "opt_level": "O1"}, nebula={"any": 1}, datastates_ckpt={"any": 1})
     assert schema.amp.model_extra == {"opt_level": "O1"}
-    assert [problem.path for problem in unbuilt(schema)] == ["sparse_attention"]
+    assert [problem.path for problem in unbuilt(schema)] == ["datastates_ckpt"]
     assert "amp.enabled" in refused(amp={"enabled": "perhaps"})
 
 

@@ -77,6 +77,7 @@ DEFAULTS = {
     "save_pid": False,
     "enable_each_rank_log": "None",
     "autotuning": "",
+    "budget": None,
     "preflight": False,
     "preflight_args": "",
     "bind_cores_to_rank": False,
@@ -95,6 +96,7 @@ DEFAULTS = {
     "hostfile_chosen": False,
     "master_port_chosen": False,
     "launcher_chosen": False,
+    "launcher_words": [],
 }
 
 
@@ -106,7 +108,6 @@ def test_the_help_shows_defaults_that_mean_something(capsys):
     with pytest.raises(SystemExit):
         runner.parse_args(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--autotuning" not in shown
     for default in ("/job/hostfile", "29500", "pdsh", "info", "100"):
         assert f"(default: {default})" in shown
     assert shown.count("(default:") == 5
@@ -195,7 +196,9 @@ def test_the_cpu_takes_any_number_of_ranks(start, monkeypatch):
         (["--include", "localhost:0", "--exclude", "localhost:1"], 4, None, "mutually exclusive"),
         (["--exclude", "localhost"], 4, None, "no slot is left"),
         (["--no_ssh"], 4, None, "--no_ssh needs --node_rank, from 0 to 0"),
-        (["--autotuning", "tune"], 4, None, "--autotuning is not part of this version"),
+        (["--autotuning", "tune", "--elastic_training"], 4, None, "leave out --preflight, --elastic_training"),
+        (["--budget", "3"], 4, None, "--budget limits --autotuning"),
+        (["--autotuning", "tune"], 4, None, "names a config. Expected --deepspeed_config FILE.json"),
         (["--min_elastic_nodes", "2"], 4, None, "belong to --elastic_training; give that, too"),
         (["--elastic_training", "--min_elastic_nodes", "2"], 4, None, "the job has only 1 host"),
         (["--elastic_training", "--min_elastic_nodes", "0"], 4, None, "no range of hosts"),

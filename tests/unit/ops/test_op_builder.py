@@ -21,7 +21,7 @@ from deepspeed.published import git_version_info
 INCLUDED = set("async_io cpu_adagrad cpu_adam cpu_lion fused_adam fused_lamb fused_lion pin_memory transformer".split())
 INCLUDED.add("fp_quantizer")
 INCLUDED |= set("transformer_inference inference_core_ops cutlass_ops ragged_device_ops ragged_ops".split())
-INCLUDED |= {"quantizer", "random_ltd"}
+INCLUDED |= {"quantizer", "random_ltd", "sparse_attn", "evoformer_attn", "spatial_inference"}
 COMES_ALONG = {*INCLUDED, "gds"}  # but not every machine can use it
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from torch import nn
 
-from deepspeed.zero.birth.construct import ParameterConstruction
+from deepspeed.transformers.construct import ParameterConstruction
 
 
 class Log:

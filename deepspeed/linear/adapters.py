@@ -1,0 +1,152 @@
+"""Adapters in the files of PEFT: `adapter_model.safetensors` and `adapter_config.json`, written and read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed import comm
+from deepspeed.checkpoint.formats.safetensors import TensorFile, open_file, save
+from deepspeed.checkpoint.storage.durable import write_file
+from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.linear.optimized_linear import LoRAOptimizedLinear
+from deepspeed.trust import read_regular
+
+__all__ = ["load_adapters", "save_adapters"]
+
+_TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_LONGEST = 1 << 20  # bytes of a config
+_HALVES = (("lora_A", "lora_weight_1"), ("lora_B", "lora_weight_2"))
+
+
+def _layers(model: nn.Module, caller: str) -> dict[str, LoRAOptimizedLinear]:
+    found = {
+        name: each for name, each in model.named_modules() if isinstance(each, LoRAOptimizedLinear) and each.initialized
+    }
+    if not found:
+        raise UsageError(f"{caller}: the model has no layer with adapters; call init_lora(model) first")
+    return found
+
+
+def _key(name: str, half: str) -> str:
+    return f"base_model.model.{name}.{half}.weight"
+
+
+def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Write the adapters of a model, such as `engine.module`; all ranks call it together, and rank 0 writes."""
+    layers = _layers(model, "save_adapters")
+    tensors = {
+        _key(name, half): _whole(getattr(layer, ours).weight)
+        for name, layer in layers.items()
+        for half, ours in _HALVES
+    }
+    if not comm.is_initialized() or comm.get_rank() == 0:
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(_described(model, layers), indent=2, sort_keys=True).encode()
+        content = TensorFile(tensors, {"format": "pt"})
+        write_file(target / _TENSORS, lambda stream: save(content, stream))  # type: ignore[arg-type]
+        write_file(target / _CONFIG, lambda stream: stream.write(text))
+    if comm.is_initialized():
+        comm.barrier()
+
+
+@torch.no_grad()
+def _whole(param: Any) -> Tensor:
+    """The whole values of a parameter, of one in shards too, which is gathered by its own methods."""
+    gathers = param.numel() == 0 and getattr(param, "ds_numel", 0) > 0
+    if gathers:
+        param.all_gather()
+    value: Tensor = param.data.detach().cpu().clone()
+    if gathers:
+        param.partition()
+    return value
+
+
+def _described(model: nn.Module, layers: Mapping[str, LoRAOptimizedLinear]) -> dict[str, Any]:
+    """The config by which PEFT finds the layers."""
+    configs = {name: layer.lora_config for name, layer in layers.items()}
+    first = next(iter(configs.values()))
+    endings = {name.rpartition(".")[2] for name in layers}
+    others = [name for name, _ in model.named_modules() if name not in layers and name.rpartition(".")[2] in endings]
+    base = getattr(getattr(model, "config", None), "_name_or_path", None)
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base or None,
+        "target_modules": sorted(layers if others else endings),
+        "r": first.lora_r,
+        "lora_alpha": first.lora_alpha,
+        "rank_pattern": {name: each.lora_r for name, each in configs.items() if each.lora_r != first.lora_r},
+        "alpha_pattern": {
+            name: each.lora_alpha for name, each in configs.items() if each.lora_alpha != first.lora_alpha
+        },
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "task_type": "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
+    }
+
+
+def load_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Give a model the adapters of a folder that this library or PEFT wrote; every rank reads it."""
+    layers = _layers(model, "load_adapters")
+    path = Path(folder)
+    try:
+        config = json.loads(read_regular(path / _CONFIG, _LONGEST))
+        content = open_file(path / _TENSORS)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"load_adapters: {path} has no adapter in the format of PEFT ({error})") from error
+    _require_plain(config, path)
+    wanted = {
+        _key(name, half): (f"{name}.{ours}.weight", _sizes(layer, ours))
+        for name, layer in layers.items()
+        for half, ours in _HALVES
+    }
+    problems = [
+        f"{key} is not in the {'file' if key in wanted else 'model'}" for key in sorted(wanted.keys() ^ content.tensors)
+    ] + [
+        f"{key} has the shape {tuple(content.tensors[key].shape)} there and {shape} in the model"
+        for key, (_, shape) in wanted.items()
+        if key in content.tensors and tuple(content.tensors[key].shape) != shape
+    ]
+    for name, layer in layers.items():
+        alpha, ours = _of(config, "alpha", name), layer.lora_config.lora_alpha
+        if alpha != ours:
+            problems.append(f"{name} has lora_alpha {alpha} there and {ours} in the model")
+    if problems:
+        raise CheckpointError(
+            f"load_adapters: {path} does not fit the model; {'; '.join(problems[:4])}"
+            f"{f'; and {len(problems) - 4} more' * (len(problems) > 4)}. Build the model with the adapter's LoRAConfig"
+        )
+    model.load_state_dict({ours: content.tensors[key] for key, (ours, _) in wanted.items()}, strict=False)
+
+
+def _sizes(layer: LoRAOptimizedLinear, ours: str) -> tuple[int, int]:
+    rank = layer.lora_config.lora_r
+    return (rank, layer.input_dim) if ours == _HALVES[0][1] else (layer.output_dim, rank)
+
+
+def _of(config: Mapping[str, Any], what: str, name: str) -> Any:
+    """A layer's own value, else that of all."""
+    pattern = config.get(f"{what}_pattern") or {}
+    own = next((value for key, value in pattern.items() if name == key or name.endswith(f".{key}")), None)
+    return config.get("lora_alpha") if own is None else own
+
+
+def _require_plain(config: Any, path: Path) -> None:
+    """Refuse adapters that compute otherwise."""
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise CheckpointError(f"load_adapters: {path / _CONFIG} is not of peft_type LORA")
+    other = [key for key in ("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias") if config.get(key)]
+    if other or config.get("bias", "none") != "none":
+        raise CheckpointError(
+            f"load_adapters: {path / _CONFIG} asks for {', '.join(other) or 'bias'}, which these layers do not "
+            "compute; load it with PEFT"
+        )

@@ -1,0 +1,296 @@
+"""`LoRAOptimizedLinear`: adapters beside a frozen weight, which rests whole or shared, as it is or as codes.
+
+[Note: shared weights] With one rank to a weight, it is a frozen parameter: ZeRO cuts and offloads it like any other, as
+codes if it is such. Shared by more ranks, or offloaded here, it is no parameter: this rank's part is an attribute that
+engines neither cut nor send, and that checkpoints leave out. Ranks that hold the same part begin with equal values.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import UsageError
+from deepspeed.linear.config import LinearQuantization, LoRAConfig
+from deepspeed.linear.quantization import (
+    CodedLinear,
+    QuantizedParameter,
+    WeightCodes,
+    frozen_product,
+    take_codes,
+)
+from deepspeed.memory.host import host_empty
+from deepspeed.memory.tier import Tier
+from deepspeed.parallel import AxisGroup
+from deepspeed.parallel.mpu import current_layout
+from deepspeed.transformers.replacement import whole_shape
+
+__all__ = ["LoRAOptimizedLinear", "OptimizedLinear"]
+
+
+class OptimizedLinear(nn.Module):
+    """Makes the linear layer that the configs ask for: with adapters, with a weight in few bits, or a plain one."""
+
+    def __new__(  # type: ignore[misc]
+        cls,
+        input_dim: int,
+        output_dim: int,
+        bias: bool = False,
+        lora_config: LoRAConfig | None = None,
+        quantization_config: LinearQuantization | None = None,
+        device: Any = None,
+        dtype: torch.dtype = torch.bfloat16,
+        linear_cls: Callable[..., nn.Module] = nn.Linear,
+    ) -> nn.Module:
+        """`linear_cls` makes the plain layer, and adapters."""
+        if lora_config is not None:
+            return LoRAOptimizedLinear(
+                input_dim, output_dim, bias, lora_config, quantization_config, device, dtype, linear_cls
+            )
+        if quantization_config is not None:
+            layer = CodedLinear(input_dim, output_dim, bias, quantization_config, dtype)
+            return layer if device is None else layer.to(device)
+        return linear_cls(input_dim, output_dim, bias=bias, device=device, dtype=dtype)
+
+
+class LoRAOptimizedLinear(nn.Module):
+    """`y = W x + b + (alpha / r) B A x`, of which only `A` and `B` are trained."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    lora_weight_1: nn.Linear
+    lora_weight_2: nn.Linear
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        bias: bool = False,
+        lora_config: LoRAConfig | None = None,
+        quantization_config: LinearQuantization | None = None,
+        device: Any = None,
+        dtype: torch.dtype = torch.bfloat16,
+        linear_cls: Callable[..., nn.Module] = nn.Linear,
+    ) -> None:
+        super().__init__()
+        plain = nn.Linear(input_dim, output_dim, bias=bias, device=device, dtype=dtype)
+        self._begin(plain, lora_config or LoRAConfig(), quantization_config, linear_cls)
+        if not self.lora_config.delay_lora_init:
+            self.init_lora()
+
+    @classmethod
+    def adopt(cls, layer: nn.Linear, lora: LoRAConfig, quantization: LinearQuantization | None) -> LoRAOptimizedLinear:
+        """Make one of a plain layer, which stays the object that it is; `init_lora` follows."""
+        made: Any = layer
+        made.__class__ = cls
+        made._begin(made, lora, quantization, nn.Linear)
+        result: LoRAOptimizedLinear = made
+        return result
+
+    def _begin(
+        self,
+        plain: Any,
+        lora: LoRAConfig,
+        quantization: LinearQuantization | None,
+        linear_cls: Callable[..., nn.Module],
+    ) -> None:
+        self.input_dim, self.output_dim = plain.in_features, plain.out_features
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.lora_config, self.quantization_config, self.linear_cls = lora, quantization, linear_cls
+        self.register_parameter("weight", plain.weight)
+        self.register_parameter("bias", plain.bias)
+        for param in (self.weight, self.bias):
+            if param is not None:
+                param.requires_grad_(False)
+        self.dtype = plain.weight.dtype
+        self.lora_scaling_factor = lora.lora_alpha / lora.lora_r
+        self.initialized = self.disabled = False
+        self.tier = Tier.DEVICE
+        self.codes: WeightCodes | None = None
+        self.axis: AxisGroup | None = None
+        self.part: Tensor | None = None
+        """What this rank holds of a weight that is no parameter: [Note: shared weights]."""
+
+    # ---- the frozen weight
+
+    def disable(self) -> None:
+        """Compute as a plain frozen layer for good; only before `init_lora`."""
+        if self.initialized:
+            raise UsageError("LoRAOptimizedLinear.disable: the layer has adapters; call it before init_lora")
+        self.disabled = True
+
+    def init_lora(self) -> None:
+        """Let the weight rest as the configs say, and add adapters; nothing happens a second time."""
+        if self.disabled or self.initialized:
+            return
+        weight, config = self.weight, self.lora_config
+        assert weight is not None, "it leaves below"
+        self._require_whole(weight)
+        axis: AxisGroup | None = None
+        replicas: AxisGroup | None = None
+        if config.base_weight_sharding > 1:
+            replicas, axis = _sharing(config.base_weight_sharding, weight.numel())
+        rows = 1 if axis is None else axis.size
+        if self.quantization_config is not None:
+            self.codes = WeightCodes(self.quantization_config.codec, weight.shape, rows)
+            self.codes.require_groups("LoRAOptimizedLinear")
+        self.dtype, device = weight.dtype, weight.device
+        if axis is not None or config.offload:
+            self._hold(weight.detach(), axis, replicas)
+        elif self.codes is not None:
+            QuantizedParameter.adopt(weight, self.codes, self.quantization_config)
+        for name, sizes in (
+            ("lora_weight_1", (self.input_dim, config.lora_r)),
+            ("lora_weight_2", (config.lora_r, self.output_dim)),
+        ):
+            setattr(self, name, self.linear_cls(*sizes, bias=False, device=device, dtype=self.dtype))
+        nn.init.kaiming_uniform_(self.lora_weight_1.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_weight_2.weight)
+        self.initialized = True
+
+    @staticmethod
+    def _require_whole(weight: Tensor) -> None:
+        if weight.is_meta:
+            raise UsageError(
+                f"LoRAOptimizedLinear: the weight {tuple(weight.shape)} is on the meta device and has no values; set "
+                "delay_lora_init, load the weights, and call deepspeed.linear.init_lora(model)"
+            )
+        if weight.shape != torch.Size(whole_shape(weight)):
+            raise UsageError(
+                f"LoRAOptimizedLinear: the weight {whole_shape(weight)} is sharded by zero.Init; build the model "
+                "outside of it. base_weight_sharding spreads frozen weights, and deepspeed.initialize cuts the others"
+            )
+
+    @torch.no_grad()
+    def _hold(self, weight: Tensor, axis: AxisGroup | None, replicas: AxisGroup | None) -> None:
+        """Keep this rank's part of the weight, which is no parameter any more."""
+        part = weight.reshape(-1) if axis is None else weight.reshape(axis.size, -1)[axis.rank]
+        part = part.to(get_accelerator().current_device_name())
+        part = part.clone() if self.codes is None else self.codes.encode(part)
+        if replicas is None and comm.is_initialized():
+            replicas = current_layout.get().samples
+        if replicas is not None and replicas.size > 1:
+            comm.broadcast(part, src=replicas.ranks[0], group=replicas.group)
+        self._parameters.pop("weight")
+        self.part, self.axis, self.weight = part, axis, None
+
+    @torch.no_grad()
+    def rest_in(self, tier: Tier) -> None:
+        """Let what is held of a weight that is no parameter lie on the device or in host memory."""
+        part = self.part
+        assert part is not None, "parameters lie where ZeRO puts them"
+        if tier is Tier.HOST:
+            self.part = host_empty(part.numel(), part.dtype, pinned=True).copy_(part)
+        else:
+            self.part = part.to(get_accelerator().current_device_name(), copy=True)
+        self.tier = tier
+
+    @torch.no_grad()
+    def hold_in(self, dtype: torch.dtype) -> None:
+        """Let a weight that is no parameter follow the dtype of those that are."""
+        if self.part is not None:
+            self.dtype = dtype
+            if self.codes is None and self.part.dtype != dtype:
+                self.part = self.part.to(dtype)
+                self.rest_in(self.tier)
+
+    @property
+    def held(self) -> Tensor:
+        """What lies here of the weight."""
+        found = self.weight if self.part is None else self.part
+        assert found is not None, "it is one or the other"
+        return found
+
+    def full_weight(self) -> Tensor:
+        """The whole frozen weight in the layer's dtype; ranks that share it call this together."""
+        device = self.held.device if self.axis is None else torch.device(get_accelerator().current_device_name())
+        return self._whole(self.held, self.dtype, device)
+
+    @torch.no_grad()
+    def _whole(self, held: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        mine = held.detach().to(device, non_blocking=True)
+        if self.axis is not None:
+            rows = mine.new_empty(self.axis.size * mine.numel())
+            with comm.labelled("frozen weight of a LoRA layer"):
+                comm.all_gather_into_tensor(rows, mine, group=self.axis.group)
+            mine = rows
+        if self.codes is not None:
+            return self.codes.decode(mine, dtype)
+        return mine.view(self.output_dim, self.input_dim).to(dtype)
+
+    # ---- as a module
+
+    def forward(self, input_tensor: Tensor) -> Tensor:
+        """`input_tensor` [..., input_dim] to [..., output_dim]."""
+        if not self.initialized:
+            return functional.linear(input_tensor, self.held, self.bias)
+        adapted: Tensor = self.lora_weight_2(self.lora_weight_1(input_tensor))
+        return frozen_product(input_tensor, self.held, self._whole, self.bias) + self.lora_scaling_factor * adapted
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoRAOptimizedLinear:
+        memo[id(self.axis)] = self.axis  # the ranks stay the same
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def extra_repr(self) -> str:
+        """Sizes, and how the weight rests."""
+        form = "plain" if self.codes is None else self.codes.codec.name
+        ranks = 1 if self.axis is None else self.axis.size
+        return f"{self.input_dim}, {self.output_dim}, r={self.lora_config.lora_r}, base={form}, ranks={ranks}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LoRAOptimizedLinear:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        part = self.part
+        kept = fn(torch.empty(0, dtype=self.dtype, device="cpu" if part is None else part.device))
+        self.dtype = kept.dtype
+        if part is not None:
+            if self.tier is not Tier.HOST:
+                self.part = part.to(kept.device)
+            self.hold_in(kept.dtype)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if self.part is None:
+            take_codes(self, self.codes, state_dict, prefix)
+        elif isinstance(value := state_dict.pop(f"{prefix}weight", None), Tensor):
+            if value.shape != (self.output_dim, self.input_dim):
+                rest[-1].append(
+                    f"{prefix}weight has the shape {tuple(value.shape)} there and {(self.output_dim, self.input_dim)} "
+                    "in the model"
+                )
+            else:
+                self._replace(value)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    @torch.no_grad()
+    def _replace(self, value: Tensor) -> None:
+        """Take this rank's part of another whole weight."""
+        part = value.reshape(-1) if self.axis is None else value.reshape(self.axis.size, -1)[self.axis.rank]
+        self.held.copy_(part if self.codes is None else self.codes.encode(part))
+
+
+def _sharing(size: int, numel: int) -> tuple[AxisGroup, AxisGroup]:
+    """(ranks that hold the same part, ranks that share a weight)."""
+    if not comm.is_initialized():
+        raise UsageError(
+            f"LoRAConfig: base_weight_sharding is {size}, but this process is alone; call deepspeed.init_distributed() "
+            "before the model is built"
+        )
+    samples = current_layout.get().samples
+    if samples.size % size:
+        raise UsageError(
+            f"LoRAConfig: base_weight_sharding is {size}, which does not divide the {samples.size} ranks that share "
+            "samples; use a divisor"
+        )
+    if numel % size:
+        raise UsageError(f"LoRAConfig: base_weight_sharding is {size}, which does not divide {numel:,} elements")
+    return samples.split(size=size)

@@ -1,0 +1,233 @@
+"""LoRA over frozen weights that rest as codes, in parts and on the host: parity with plain PyTorch on one rank."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed.comm.codec import block_codec
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.linear import (
+    Init,
+    LoRAConfig,
+    LoRAOptimizedLinear,
+    OptimizedLinear,
+    QuantizationConfig,
+    init_lora,
+    load_adapters,
+    save_adapters,
+)
+from deepspeed.memory.host import HOST_STORAGES
+from deepspeed.zero import GatheredParameters
+from tests.closeness import Training, assert_same_training
+from tests.covering import pairs
+from tests.harness import ranks
+
+WIDTH, RANK, ALPHA, STEPS = 32, 4, 8.0, 3
+FORMS = {
+    "plain": None,
+    "int8": QuantizationConfig(q_bits=8, group_size=64, q_dtype=torch.int8),
+    "int4": QuantizationConfig(q_bits=4, group_size=64, q_dtype=torch.int8),
+    "fp6": QuantizationConfig(q_bits=6, group_size=64),
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.o_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(x + self.o_proj(torch.tanh(self.q_proj(x))))).float().square().mean()
+
+
+class Adapted(nn.Module):
+    """The formula, over a weight that is what its codes say."""
+
+    def __init__(self, base, form, seed):
+        super().__init__()
+        self.base = copy.deepcopy(base).requires_grad_(False)
+        if form is not None:
+            codec, flat = block_codec(form.form, form.group_size), base.weight.detach().reshape(1, -1)
+            self.base.weight.copy_(codec.decode(codec.encode(flat), torch.empty_like(flat)).view_as(base.weight))
+        self.a = nn.Parameter(first_half(seed))
+        self.b = nn.Parameter(torch.zeros(WIDTH, RANK))
+
+    def forward(self, x):
+        return self.base(x) + ALPHA / RANK * (x @ self.a.t() @ self.b.t())
+
+
+def batch(step, rank=None):
+    x = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(step))
+    return x if rank is None else x[2 * rank : 2 * rank + 2]
+
+
+def expected(form):
+    """Adapters by name, before and after, and losses of plain PyTorch."""
+    torch.manual_seed(0)
+    model = Net().requires_grad_(False)
+    for seed, name in enumerate(("q_proj", "o_proj")):
+        setattr(model, name, Adapted(getattr(model, name), form, seed))
+    names = {"a": "lora_weight_1.weight", "b": "lora_weight_2.weight"}
+    trained = {
+        f"{layer}.{names[half]}": getattr(getattr(model, layer), half)
+        for layer in ("q_proj", "o_proj")
+        for half in "ab"
+    }
+    before = {name: param.detach().clone() for name, param in trained.items()}
+    optimizer, losses = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(batch(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return Training(before, {name: param.detach().clone() for name, param in trained.items()}, losses)
+
+
+def built(form, **lora):
+    config = LoRAConfig(lora_r=RANK, lora_alpha=ALPHA, target_mods=["q_proj", "o_proj"], **lora)
+    torch.manual_seed(0)
+    with Init(config, FORMS[form]):
+        model = Net()
+    for seed, layer in enumerate((model.q_proj, model.o_proj)):
+        if layer.initialized:
+            layer.lora_weight_1.weight.data.copy_(first_half(seed))
+    return model
+
+
+def first_half(seed):
+    """Of an adapter, as it begins."""
+    return torch.randn(RANK, WIDTH, generator=torch.Generator().manual_seed(seed)) / 8
+
+
+def engine_of(model, stage, **zero):
+    trained = [param for param in model.parameters() if param.requires_grad]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 40, **zero},
+    }
+    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+
+
+def whole(model):
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    with GatheredParameters(list(named.values())):
+        return {name: param.detach().clone() for name, param in named.items()}
+
+
+def train(engine):
+    losses = []
+    for step in range(STEPS):
+        loss = engine(batch(step, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / 2)
+    return losses
+
+
+@ranks(2)
+def test_the_same_training_at_every_stage():
+    """Also what rests: bytes of codes, a half of them where two ranks share a weight, in host memory if it is told."""
+    holds = {
+        "parameter": {},
+        "shared": {"base_weight_sharding": 2},
+        "host": {"offload": True, "offload_ratio": 0.5},
+        "both": {"base_weight_sharding": 2, "offload": True, "offload_ratio": 1.0},
+    }
+    plain = {form: expected(config) for form, config in FORMS.items()}
+    for form, hold, stage in pairs(list(FORMS), list(holds), (0, 1, 2, 3)):
+        model = built(form, **holds[hold])
+        layer = model.q_proj
+        numel = WIDTH * WIDTH // layer.lora_config.base_weight_sharding
+        nbytes = 4 * numel if FORMS[form] is None else FORMS[form].codec.nbytes(numel)
+        assert layer.held.nbytes == nbytes, (form, hold)
+        assert {name for name, param in model.named_parameters() if param.requires_grad} == set(plain[form].before)
+        before = whole(model)
+        engine = engine_of(model, stage)
+        away = [each.held.untyped_storage() in HOST_STORAGES for each in (model.q_proj, model.o_proj)]
+        assert away == {"host": [False, True], "both": [True, True]}.get(hold, [False, False])
+        if hold == "parameter" and stage == 3:
+            assert layer.weight.numel() == 0
+            assert layer.weight.dtype is (torch.float32 if FORMS[form] is None else torch.uint8)
+        losses = train(engine)
+        assert_same_training(Training(before, whole(model), losses), plain[form])
+        engine.destroy()
+
+
+@ranks(2)
+def test_codes_at_stage_3_on_the_host_and_in_checkpoints(tmp_path):
+    """ZeRO moves a parameter of codes through its tiers; a checkpoint has it; adapters go to PEFT's files and back."""
+    model = built("int4")
+    engine = engine_of(model, 3, offload_param={"device": "cpu"})
+    losses = train(engine)
+    assert losses == pytest.approx(expected(FORMS["int4"]).losses, rel=1e-5)
+    engine.save_checkpoint(str(tmp_path / "all"), tag="one")
+    save_adapters(engine.module, tmp_path / "adapter")
+    after = whole(engine.module)
+    goes_on = train(engine)
+    other = built("int4")
+    other.q_proj.weight.data.zero_()
+    again = engine_of(other, 3)
+    again.load_checkpoint(str(tmp_path / "all"))
+    assert train(again) == pytest.approx(goes_on, rel=1e-6)
+    third = engine_of(built("int4", base_weight_sharding=2), 3)
+    load_adapters(third.module, tmp_path / "adapter")
+    found = whole(third.module)
+    assert all(torch.equal(found[name], value) for name, value in after.items())
+
+
+@ranks(2)
+def test_ranks_that_share_a_weight():
+    """The first rank's values count where parts are alike; another weight is loaded in parts; a copy shares too."""
+    torch.manual_seed(dist.get_rank())
+    lone = OptimizedLinear(
+        WIDTH, WIDTH, lora_config=LoRAConfig(lora_r=2, offload=True, offload_ratio=1.0), dtype=torch.float32
+    )
+    seen = [torch.empty(WIDTH, WIDTH) for _ in range(2)]
+    dist.all_gather(seen, lone.full_weight())
+    assert torch.equal(*seen)
+    model = built("int8", base_weight_sharding=2)
+    values = {"q_proj.weight": torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(3))}
+    missing, unexpected = model.load_state_dict(values, strict=False)
+    assert "q_proj.weight" not in missing
+    assert unexpected == []
+    torch.testing.assert_close(model.q_proj.full_weight(), values["q_proj.weight"], rtol=0, atol=0.02)
+    with pytest.raises(RuntimeError, match=r"q_proj.weight has the shape \(2, 2\) there and \(32, 32\) in the model"):
+        model.load_state_dict({"q_proj.weight": torch.ones(2, 2)}, strict=False)
+    torch.testing.assert_close(copy.deepcopy(model)(batch(0)), model(batch(0)), rtol=0, atol=0)
+
+
+@ranks(2)
+def test_what_does_not_fit():
+    with pytest.raises(UsageError, match="base_weight_sharding is 3, which does not divide the 2 ranks"):
+        built("plain", base_weight_sharding=3)
+    late = built("plain", delay_lora_init=True)
+    with pytest.raises(UsageError, match=r"2 LoRA layers, 'q_proj' the first, have no adapters yet"):
+        engine_of(late, 1)
+    init_lora(late)
+    assert isinstance(late.q_proj, LoRAOptimizedLinear)
+    with pytest.raises(DeepSpeedConfigError, match=r"tensor_parallel.autotp_size: 2 layers of the model, 'q_proj'"):
+        deepspeed.initialize(
+            model=late,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "tensor_parallel": {"autotp_size": 2},
+                "optimizer": {"type": "AdamW"},
+            },
+        )
+    with deepspeed.zero.Init():
+        cut = Net()
+    with pytest.raises(UsageError, match=r"the weight \(32, 32\) is sharded by zero.Init"):
+        LoRAOptimizedLinear.adopt(cut.q_proj, LoRAConfig(), None).init_lora()
