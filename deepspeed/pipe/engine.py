@@ -243,8 +243,8 @@ class PipelineEngine(DeepSpeedEngine):
         hosts = RankAgreement(parts.layout.world)
         module.ties.require_alike(hosts)
         warn_if_frozen(module, parts.basic_optimizer, hosts)
-        stages = parts.layout.pipeline
-        self._wires = StageLinks(stages, parts.device, dynamic=module.dynamic_shape, foretold=module.foretold)
+        foretold = {stage: form.cast(parts.precision.param) for stage, form in module.foretold.items()}
+        self._wires = StageLinks(parts.layout.pipeline, parts.device, dynamic=module.dynamic_shape, foretold=foretold)
         self._wires.open()
         self._schedules: dict[tuple[Any, int], Schedule] = {}
         self._calls: Calls = {}

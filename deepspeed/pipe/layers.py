@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.errors import UsageError
+from deepspeed.errors import PipelineError, UsageError
 from deepspeed.log import logger
 from deepspeed.parallel.balance import partition_balanced, partition_uniform
 from deepspeed.pipe.messages import MessageForm, flatten, map_tensors
@@ -231,14 +231,33 @@ def forms_of_inputs(
     wanted = {parts[stage]: stage for stage in stages if stage > 0}
     found: dict[int, MessageForm] = {}
     tied: dict[str, Any] = {}
+    before: tuple[Any, MessageForm] | None = None
     with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         value = map_tensors(example, mode.from_tensor)
         for number in range(max(wanted, default=-1) + 1):
             if number in wanted:
                 found[wanted[number]] = flatten(value)[0]
-            if len(found) < len(wanted):
+            if len(found) == len(wanted):
+                break
+            known = _kind_and_form(layers[number], value)
+            if known is None or known != before:  # else it gives what the one before gave, which is of this form
                 value = _through(number, layers[number], value, tied)
+            before = known
     return found
+
+
+def _kind_and_form(layer: Layer, value: Any) -> tuple[Any, MessageForm] | None:
+    """What decides the form of a layer's result; None where that is not known."""
+    if isinstance(layer, ModelLayer):
+        kind: Any = layer.__name__
+    elif isinstance(layer, LayerSpec) and not isinstance(layer, TiedLayerSpec):
+        kind = layer.typename, repr(layer)
+    else:
+        return None
+    try:
+        return kind, flatten(value)[0]
+    except PipelineError:  # no message has such a value, but layers of one stage may
+        return None
 
 
 def _through(number: int, layer: Layer, value: Any, tied: dict[str, Any]) -> Any:

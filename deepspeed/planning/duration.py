@@ -78,7 +78,7 @@ def _of_rank(trace: RankTrace, device: DeviceCeilings) -> StepTime:
                 hidden, waited = (hidden + seconds, waited) if concurrent else (hidden, waited + seconds)
         phases.append(PhaseTime(phase, computes, hidden + waited, waited + max(hidden - computes, 0.0)))
     busy = sum(phase.total for phase in phases if phase.phase != STEP)
-    bubble = busy * (trace.stages - 1) / trace.micro_batches if trace.stages > 1 else 0.0
+    bubble = busy * (trace.stages - 1) / trace.batch[2]
     if bubble:
         costs["waiting for other stages"] = bubble
     flops = sum(work.flops for work in trace.work)

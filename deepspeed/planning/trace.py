@@ -3,7 +3,9 @@
 [Note: steps of a trace] The first step learns in which order gradients and parameters come, and makes the optimizer's
 states; the second uses this; the third is one of many. Memory is looked at in all of them, since the first may need
 most; collectives and work are those of the last. Micro steps between the first and the last of a step are alike: with
-accumulation two are run, and the first counts for those that are not.
+accumulation two are run, and the first counts for those that are not. Of the micro batches of a pipeline the last step
+has as few as make this rank hold as many as in a whole step, where a rank has one stage; the first steps have two,
+where parameters are whole.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as td
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from deepspeed import comm
 from deepspeed._api import initialize
@@ -40,9 +41,13 @@ from deepspeed.memory.host import HOST_STORAGES
 from deepspeed.ops.precompile import rehearsal
 from deepspeed.parallel import ParallelLayout
 from deepspeed.parallel.axes import GRID_AXES
+from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.schedule.actions import Schedule
+from deepspeed.pipe.schedule.simulate import simulate
 from deepspeed.planning.examples import Example, ExampleBatch, example_of
 from deepspeed.planning.untouched import UntouchedMemory
+from deepspeed.profiling.common import tensors_of
 from deepspeed.profiling.flops_profiler.count import work_of
 from deepspeed.profiling.memory_profiler import (
     ACTIVATIONS,
@@ -184,7 +189,8 @@ class RankTrace:
     stage: int
     """Of the pipeline; 0 where there is none."""
     stages: int
-    micro_batches: int
+    schedule: Schedule | None
+    """Of a whole step of a pipeline."""
     batch: tuple[int, int, int]
     """(train batch, micro batch, accumulation steps)."""
     sequence: int | None
@@ -233,8 +239,8 @@ class _Tracer:
         train, micro, steps = engine.get_batch_info()
         example = example_of(parts.module, self.job.example(), micro, self.job.sequence)
         pipeline = parts.module if isinstance(parts.module, PipelineModule) else None
-        ran = min(steps, 2 if pipeline is None else len(pipeline.owners) + 1)
-        engine.set_train_batch_size(train // steps * ran)
+        schedule = engine._plan(steps) if isinstance(engine, PipelineEngine) else None
+        first, ran = _micro_steps(engine, steps, schedule)
         for subscription in (
             parts.events.subscribe(PhaseBegan, lambda event: self._enter(_word(event.phase.value))),
             parts.events.subscribe(PhaseFinished, lambda _: self._leave()),
@@ -242,8 +248,10 @@ class _Tracer:
             self.stack.callback(subscription.close)
         profiler = self._profiler(engine)
         self.memory.sent = lambda tensors: self._sent(profiler, tensors)
+        engine.set_train_batch_size(train // steps * first)
         for _ in range(STEPS - 1):
-            self._step(engine, example, ran)
+            self._step(engine, example, first)
+        engine.set_train_batch_size(train // steps * ran)
         began = len(profiler.changes)
         self.memory.seen = self._seen
         entries, marks = self._step(engine, example, ran)
@@ -258,7 +266,7 @@ class _Tracer:
             place=self.place,
             stage=pipeline.stage_id if pipeline is not None else 0,
             stages=pipeline.num_stages if pipeline is not None else 1,
-            micro_batches=steps,
+            schedule=schedule,
             batch=(train, micro, steps),
             sequence=example.sequence,
             axes={name: size for name, size in parts.layout.sizes.items() if size > 1},
@@ -328,7 +336,7 @@ class _Tracer:
     def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         flops, _ = work_of(func._overloadpacket, args, kwargs, out)
         moved, widest = 0, None
-        for leaf in (*_tensors(args), *_tensors(kwargs), *_tensors(out)):
+        for leaf in (*tensors_of(args), *tensors_of(kwargs.values()), *tensors_of((out,))):
             moved += leaf.nbytes
             widest = widest or (leaf.dtype if leaf.is_floating_point() else None)
         key = (self.phases[-1] if self.phases else FORWARD, func._overloadpacket.__name__, str(widest)[6:])
@@ -376,6 +384,19 @@ class _Tracer:
         )
 
 
+def _micro_steps(engine: DeepSpeedEngine, steps: int, schedule: Schedule | None) -> tuple[int, int]:
+    """Micro steps of the first steps and of the last one, see [Note: steps of a trace]."""
+    if schedule is None or not isinstance(engine, PipelineEngine):
+        return min(steps, 2), min(steps, 2)
+    if schedule.chunks > 1:  # of these the shortest of several is taken, which may be another for fewer micro batches
+        return steps, steps
+    rank = engine.module.stage_id
+    most = simulate(schedule).peaks[rank]
+    counts = range(min(steps, schedule.limits[rank] + 1), steps)
+    ran = next((count for count in counts if simulate(engine._plan(count)).peaks[rank] == most), steps)
+    return (min(ran, 2) if engine._parts.sharded.coordinator is None else ran), ran
+
+
 def quiet(config: Any) -> dict[str, Any]:
     """The config without what only watches; states on a disk, which would be written, are refused."""
     made = copy.deepcopy(dict(read_config(config).values))
@@ -409,10 +430,6 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 def _word(phase: str) -> str:
     """The phase that a part of it belongs to."""
     return phase.partition("_")[0]
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def _axis_names(layout: ParallelLayout) -> dict[tuple[int, ...], str]:

@@ -9,7 +9,8 @@ returns memory as it comes. What is small is computed, such as flags, numbers of
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed.errors import UsageError
+from deepspeed.profiling.common import tensors_of
 
 FLOATS = 4 << 10
 """Bytes of the largest tensor of floating point that is computed."""
@@ -63,6 +65,8 @@ class UntouchedMemory(TorchDispatchMode):
         self.seen, self.sent = seen, sent
         self.computed: set[str] = set()
         """Operations whose results depend on values, which were computed on whatever the memory holds."""
+        self._known: dict[Hashable, Any] = {}
+        """Operation with the shapes that it takes → what it gives: layers and micro batches are alike."""
 
     def __enter__(self) -> Any:
         _map_from(_FRESH)
@@ -78,7 +82,7 @@ class UntouchedMemory(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.is_view:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [*tensors_of(args), *tensors_of(kwargs.values())]
         if func.namespace == "c10d":
             if self.sent is not None:
                 self.sent(tensors)
@@ -105,25 +109,68 @@ class UntouchedMemory(TorchDispatchMode):
             return args[0] if func._schema.returns else None
         if name == "equal":
             return True
-        shapes: dict[int, tuple[Tensor, Tensor]] = {}
+        key = _signature(func, args, kwargs)
+        made = self._known.get(key) if key is not None else None
+        if made is None:
+            try:
+                made = _shapes_of(func, args, kwargs, tensors)
+            except RuntimeError:  # there is no such kernel: the shape of the result depends on values
+                self.computed.add(str(func._overloadpacket))
+                return func(*args, **kwargs)
+            if key is not None:
+                self._known[key] = made
+        return _made_real(made, tensors)
 
-        def shape(value: Any) -> Any:
-            if isinstance(value, torch.device):
-                return torch.device("meta")
-            if not isinstance(value, Tensor):
-                return value
-            if id(value) not in shapes:
-                like = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
-                shapes[id(value)] = like, value
-            return shapes[id(value)][0]
 
-        try:
-            out = func(*tree_map(shape, args), **tree_map(shape, kwargs))
-        except RuntimeError:  # there is no such kernel: the shape of the result depends on values
-            self.computed.add(str(func._overloadpacket))
-            return func(*args, **kwargs)
-        given = {id(like): value for like, value in shapes.values()}
-        return tree_map(lambda value: given[id(value)] if id(value) in given else _real(value), out)
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """In a result: the tensor of this number among those that the operation took."""
+
+    number: int
+
+
+def _made_real(made: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(made, _Given):
+        return tensors[made.number]
+    if isinstance(made, (list, tuple)):
+        return type(made)(_made_real(each, tensors) for each in made)
+    return _real(made)
+
+
+def _signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """What decides the shapes of a result; None where something in it cannot be compared."""
+    key = (func, tuple(map(_comparable, args)), tuple((name, _comparable(value)) for name, value in kwargs.items()))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_comparable, value))
+    return type(value), value
+
+
+def _shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+    """The result on the device "meta"; in the place of a tensor that was given stands its number."""
+    shapes: dict[int, Tensor] = {}
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("meta")
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in shapes:
+            shapes[id(value)] = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+        return shapes[id(value)]
+
+    out = func(*tree_map(shape, args), **tree_map(shape, kwargs))
+    given = {id(shapes[id(tensor)]): _Given(number) for number, tensor in enumerate(tensors)}
+    return tree_map(lambda value: given.get(id(value), value), out)
 
 
 def _is_large(value: Any) -> bool:

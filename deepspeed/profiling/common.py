@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from deepspeed.log import logger
@@ -57,3 +58,12 @@ def leave(mode: TorchDispatchMode) -> None:
     TorchDispatchMode.__exit__(mode, None, None, None)
     for other in inner:
         TorchDispatchMode.__enter__(other)
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among what an operation of torch takes or gives: in a row, or in lists of it."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_of(value)

@@ -23,7 +23,7 @@ from deepspeed.config.monitor import MemoryProfilerConfig
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream, PhaseBegan, PhaseFailed, PhaseFinished, RunContinued, StepFinished
 from deepspeed.log import print_dist
-from deepspeed.profiling.common import StageGroup, leave, to_file_or_output, write_report
+from deepspeed.profiling.common import StageGroup, leave, tensors_of, to_file_or_output, write_report
 
 OTHERS = "everything else"
 PARAMETERS, GATHERED = "parameters", "gathered parameters"
@@ -88,11 +88,11 @@ class TensorLedger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for tensor in self._ours(tree_leaves((args, kwargs))):
+        for tensor in self._ours((*tensors_of(args), *tensors_of((kwargs or {}).values()))):
             self._know(tensor, OTHERS)  # what was there before anybody looked
         place = self._where()
         out = func(*args, **(kwargs or {}))
-        for tensor in self._ours(tree_leaves(out)):
+        for tensor in self._ours(tensors_of((out,))):
             self._know(tensor, place.makes, place.module)
         self.look(place, str(func._overloadpacket))
         return out

@@ -18,6 +18,7 @@ import deepspeed
 from deepspeed.errors import PipelineError, UsageError
 from deepspeed.parallel.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe.layers import forms_of_inputs
 from tests.harness import ranks
 from tests.pipelines import LENGTH, VOCABULARY, data, loss_of, specs
 
@@ -180,3 +181,24 @@ def test_a_model_of_transformers_on_the_last_stage():
     loss = engine.train_batch(iter([{"input_ids": tokens, "labels": tokens}] * COUNT))
     assert torch.isfinite(loss), "hidden states of zeros have a loss"
     assert engine.global_steps == 1
+
+
+class Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return super().forward(x)
+
+
+class Shorter(nn.Module):
+    def forward(self, x):
+        return x[:, 1:]
+
+
+def test_layers_that_are_alike_are_looked_at_once():
+    layers = [LayerSpec(Counted, 4, 8), *[LayerSpec(Counted, 8, 8)] * 5, *[LayerSpec(Shorter)] * 3, nn.Identity()]
+    numbers = range(1, len(layers))
+    found = forms_of_inputs(layers, [0, *numbers], numbers, torch.zeros(2, 4))
+    assert [found[number].kinds[0].shape[1] for number in numbers] == [8, 8, 8, 8, 8, 8, 7, 6, 5]
+    assert Counted.calls == 2
