@@ -4,26 +4,86 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict
-
-from .model import NoEffect, NotBuilt, Patterns, PositiveCount, Section, key
+from .model import NoEffect, NotBuilt, Patterns, PositiveCount, Section, key, no_effect
 
 __all__ = ["CompileConfig"]
 
 
 class CompileConfig(Section):
-    """torch.compile by engine.compile(); the keys of DeepCompile are taken and not read."""
-
-    model_config = ConfigDict(extra="allow")
+    """torch.compile by engine.compile(), plain or as DeepCompile."""
 
     deepcompile: bool = key(
-        False, "Whether engine.compile() uses DeepCompile instead of plain torch.compile.", NotBuilt("DeepCompile")
+        False,
+        "Whether engine.compile() uses DeepCompile: gathers and reductions of ZeRO become operations of the graphs.",
     )
     region: Literal["auto", "blocks", "model"] = key(
         "auto",
         "What engine.compile() compiles: the repeated blocks of the model, or all of it; auto takes the blocks where "
-        "there are some.",
+        "there are some, and all of it with deepcompile.",
     )
+    passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = key(
+        None,
+        "Groups of passes; z1 and z3 change nothing, as the ZeRO stage decides.",
+        NotBuilt(
+            "AutoSP and AutoTP as passes",
+            lambda passes: bool({"autosp", "autotp"}.intersection(passes or ())),
+            instead="use sequence_parallel_size or tensor_parallel.autotp_size",
+        ),
+    )
+    debug_log: bool = key(False, "Whether the graphs are logged as the passes leave them.")
+    sync_before_reduce: bool = key(False, "Whether the device is waited for before a gradient is handed over.")
+    sync_after_reduce: bool = key(False, "Whether the device is waited for after a gradient is handed over.")
+    sync_before_allgather: bool = key(False, "Whether the device is waited for before a gather begins.")
+    sync_after_allgather: bool = key(False, "Whether the device is waited for after a gather.")
+    double_buffer: bool = key(
+        True,
+        "Whether a bucket of gradients is packed while another one travels.",
+        NotBuilt("one bucket at a time under DeepCompile", lambda value: not value, instead="leave the key at true"),
+    )
+    autoep_non_moe: bool = key(
+        False,
+        "Whether only what surrounds AutoEP layers is compiled.",
+        NotBuilt("compilation around AutoEP layers"),
+    )
+    free_activation: bool = key(
+        False, "Whether large activations are freed early.", NotBuilt("DeepCompile's early freeing of activations")
+    )
+    free_activation_threshold: PositiveCount = key(
+        10 << 20,
+        "Bytes from which an activation is large.",
+        NoEffect("compile.free_activation is off", lambda c: not c.compile.free_activation),
+    )
+    offload_activation: bool = key(
+        False,
+        "Whether saved activations wait in host memory.",
+        NotBuilt(
+            "DeepCompile's offload of activations",
+            instead="use activation_checkpointing.cpu_checkpointing, or turn it off",
+        ),
+    )
+    offload_activation_pin_memory: bool = key(
+        True,
+        "Whether that memory is pinned.",
+        NoEffect("compile.offload_activation is off", lambda c: not c.compile.offload_activation),
+    )
+    offload_opt_states: bool = key(
+        False,
+        "Whether optimizer states wait in host memory during forward and backward.",
+        NotBuilt(
+            "DeepCompile's offload of optimizer states",
+            instead="use zero_optimization.offload_optimizer, or turn it off",
+        ),
+    )
+    offload_parameters: bool = key(
+        False,
+        "Whether parameters wait in host memory.",
+        NotBuilt("DeepCompile's offload of parameters", instead="use zero_optimization.offload_param, or turn it off"),
+    )
+    symmetric_memory: bool = key(
+        False, "Whether gathers use symmetric memory.", NotBuilt("symmetric memory under DeepCompile")
+    )
+    keep_int_input_tensors: bool = no_effect(True, "passes do not run graphs to measure them, so no input is kept")
+    keep_all_input_tensors: bool = no_effect(False, "passes do not run graphs to measure them, so no input is kept")
 
 
 class FusedKernelsConfig(Section):

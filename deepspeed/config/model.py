@@ -83,6 +83,14 @@ class ConfigModel(BaseModel):
     usual_by_name: ClassVar[bool] = False
     """Aliases are older spellings: messages and pages show the names of fields."""
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """A generic section with its argument is described as the generic one."""
+        super().__pydantic_init_subclass__(**options)
+        generic = cls.__pydantic_generic_metadata__["origin"]
+        if generic is not None:
+            cls.__doc__ = generic.__doc__
+
     @model_validator(mode="before")
     @classmethod
     def _one_spelling(cls, data: Any) -> Any:

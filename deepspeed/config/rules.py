@@ -292,7 +292,32 @@ def _verify(config: Schema) -> Iterator[str]:
         yield "verify.action: 'save' records the step, but verify.replay names no folder; give one, or use 'stop'"
 
 
+def _deep_compile(config: Schema) -> Iterator[str]:
+    if not config.compile.deepcompile:
+        return
+    zero = config.zero_optimization
+    others = {
+        "managed_gradient_accumulation false": not config.managed_gradient_accumulation,
+        'gradient_allreduce_op "sum"': config.gradient_allreduce_op == "sum",
+        'compile.region "blocks"': config.compile.region == "blocks",
+        "optimizer_in_backward.enabled": config.optimizer_in_backward.enabled,
+        "expert_parallel.enabled": config.expert_parallel.enabled,
+        "hybrid_engine.enabled": config.hybrid_engine.enabled,
+        "tensor_parallel.autotp_size": config.tensor_parallel.autotp_size > 1,
+        "sequence_parallel_size": (config.sequence_parallel_size or 1) > 1,
+        "sparse_gradients": config.sparse_gradients,
+        "zero_optimization.zenflow": zero.zenflow is not None,
+        "zero_optimization.offload_param": zero.offloads_parameters,
+        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_optimization.zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
+        "memory.device": config.memory.device is not None,
+    }
+    if found := _names(others):
+        yield f"compile.deepcompile: does not work with {found}; give one of them"
+
+
 _RULES = (
+    _deep_compile,
     _compression,
     _codecs,
     _precision,

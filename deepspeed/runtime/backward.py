@@ -193,12 +193,12 @@ class Backward:
     def _adds_up(self) -> bool:
         """False in `torch.autograd.grad`, which returns gradients and adds none to those of parameters."""
         trained = (param for param in self.parameters() if param.requires_grad)
-        if any(_runs(get_gradient_edge(param).node) for param in trained):
+        if any(runs_in_backward(get_gradient_edge(param).node) for param in trained):
             return True
         node: Any = torch._C._current_autograd_node()
         while node is not None and node.next_functions:
             node = next((each for each, _ in node.next_functions if each is not None), None)
-        return node is None or _runs(node)  # a backward through no parameter runs all leaves
+        return node is None or runs_in_backward(node)  # a backward through no parameter runs all leaves
 
     def _noticed(self) -> None:
         """A gradient has arrived in a user's backward through something else than our outputs."""
@@ -236,7 +236,7 @@ class Backward:
             self.unit = self._plain_unit()
 
 
-def _runs(node: Any) -> bool:
+def runs_in_backward(node: Any) -> bool:
     """Whether the backward that runs now comes to this node; torch raises for a leaf whose gradient it returns."""
     try:
         return bool(torch._C._will_engine_execute_node(node))

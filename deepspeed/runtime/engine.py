@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.storage.durable import gibibytes
 from deepspeed.comm import Pending
 from deepspeed.comm.watch.threads import here
+from deepspeed.compile.contracts import PassRegistry
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.batch import resolve
 from deepspeed.config.zero import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -28,6 +29,7 @@ from deepspeed.log import NOTICE, log_dist, logger, warn_once
 from deepspeed.parallel.axes import SAMPLE_AXES
 from deepspeed.runtime import getters, patches
 from deepspeed.runtime.compile_blocks import compile_module
+from deepspeed.runtime.deep_compile import DeepCompile, deep_compile
 from deepspeed.runtime.destroyed import Destroyed, close
 from deepspeed.runtime.lr_schedules import require_metric, step_schedule
 from deepspeed.runtime.offload_states import move_states, require_here, return_states
@@ -78,6 +80,8 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
         self.skipped_steps = 0
         self._outcome: StepOutcome | None = None
         self._applied = False
+        self._passes = PassRegistry()
+        self._deep: DeepCompile | None = None
         self.skipped_in_a_row = 0
         self.loss_of_step: Any = None
         self.training = parts.module.training
@@ -419,17 +423,35 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the module with torch.compile, or its repeated blocks (`compile.region`); once is enough."""
-        if schedule is not None:
-            raise DeepSpeedConfigError("a schedule needs DeepCompile, not part of this version yet", path="compile")
+        """Compile the module with torch.compile, or its repeated blocks (`compile.region`); once is enough.
+
+        With `compile.deepcompile`: `schedule` is [(step, [passes by name or function])]; None is that of the stage.
+        """
+        deep = self.is_deepcompile_enabled()
+        if schedule is not None and not deep:
+            raise DeepSpeedConfigError(
+                "engine.compile(schedule=...) says when passes apply, but compile.deepcompile is false; set it to true",
+                path="compile.deepcompile",
+            )
+        if deep and compiled_autograd_enabled:
+            raise DeepSpeedConfigError(
+                "engine.compile(compiled_autograd_enabled=True) does not work with compile.deepcompile, whose passes "
+                "see backward as torch.compile splits it; turn one of them off",
+                path="compile.deepcompile",
+            )
         if self.is_compiled:
             return
         options = dict(compile_kwargs or {})
+        if deep:
+            self._deep = deep_compile(
+                self._parts, self._passes, backend, options, schedule, lambda: int(self.global_steps)
+            )
         if backend is not None:
             options["backend"] = backend
         if compiled_autograd_enabled:
             torch._dynamo.config.compiled_autograd = True
-        compile_module(self._parts, options)
+        if self._deep is None:
+            compile_module(self._parts, options)
         self._compiled = True
         if self._parts.states is not None:
             self._parts.states.compiled = True
@@ -438,6 +460,22 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
     def is_compiled(self) -> bool:
         """True once `compile` was called."""
         return bool(self.__dict__.get("_compiled", False))
+
+    def is_deepcompile_enabled(self) -> bool:
+        """True if the config asks for DeepCompile."""
+        return self._config.schema.compile.deepcompile
+
+    def is_deepcompile_active(self) -> bool:
+        """True once `compile` has made DeepCompile run the model."""
+        return self._deep is not None
+
+    def register_compile_pass(self, pass_name: str, pass_fn: Callable[[Any], None], contract: Any = None) -> None:
+        """Make a pass of DeepCompile known by a name; `contract` says what it needs and provides."""
+        self._passes.register(pass_name, pass_fn, contract)
+
+    def get_compile_time(self) -> float:
+        """Seconds spent so far in DeepCompile's passes and in the compilers of their graphs."""
+        return 0.0 if self._deep is None else self._deep.seconds
 
     def collect_python_gc(self) -> int:
         """Run Python's garbage collector once, for runs that have it off."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
+from deepspeed.zero.parameters.shapes import WholeShapes
 from deepspeed.zero.parameters.shard import Shard, shards_of
 from deepspeed.zero.parameters.uses import ModuleUse
 
@@ -49,6 +50,8 @@ class FetchCoordinator:
         """Called when a backward begins that nobody has announced."""
         self.bring: Callable[[], None] | None = None
         """Brings back parameters that stay whole and were let go, before a pass."""
+        self.shapes: WholeShapes | None = None
+        """Where graphs of the model run: entered while backward does, which may run parts of forward again."""
 
     # ---- what is used
 
@@ -69,6 +72,8 @@ class FetchCoordinator:
         self._inputs_done.clear()
         self._recomputed.clear()
         self._forwards.clear()
+        if self.in_backward and self.shapes is not None:
+            self.shapes.leave()
         self.in_backward = False
 
     def free_copies(self) -> None:
@@ -92,7 +97,7 @@ class FetchCoordinator:
     def enter(self, use: ModuleUse) -> None:
         """A module begins to run."""
         if not self.schedule.running:
-            self._bring()
+            self.bring_back()
             self.schedule.open(("forward", use.number, *self.kind, torch.is_grad_enabled()), use)
         self.schedule.need(use)
         shards = tuple(use.shards)
@@ -152,14 +157,17 @@ class FetchCoordinator:
 
     def begin_backward(self) -> None:
         """A backward begins."""
-        self._bring()
+        self.bring_back()
         if self.in_backward or not self.schedule.uses:
             return
         self.in_backward = True
         kinds = self.kind or tuple(sorted(self._forwards, key=repr))
+        if self.shapes is not None:
+            self.shapes.enter()
         self.schedule.open(("backward", kinds, tuple(sorted(self.schedule.kept)), False))
 
-    def _bring(self) -> None:
+    def bring_back(self) -> None:
+        """Before a pass: parameters that stay whole and were let go return."""
         if self.bring is not None:
             self.bring()
 
@@ -177,7 +185,11 @@ class FetchCoordinator:
             self.schedule.need(use)
             self._keep(use)
         self._release_frozen(use)
-        for shard in use.shards if recorded else ():
+        self.keep_until_step(use.shards if recorded else ())
+
+    def keep_until_step(self, shards: Iterable[Shard]) -> None:
+        """These stay whole until the next optimizer step."""
+        for shard in shards:
             if shard not in self._until_step:
                 self._until_step[shard] = None
                 shard.holds += 1
@@ -257,6 +269,8 @@ class FetchCoordinator:
         for use, held in list(self._backward.items()):
             self._drop(use, tuple(held))
         self.in_backward = False
+        if self.shapes is not None:
+            self.shapes.leave()
         self._forwards.clear()
         return True
 

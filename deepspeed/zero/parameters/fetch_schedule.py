@@ -35,6 +35,9 @@ class LeavingBuckets(Protocol):
     def ready(self) -> tuple[int, int]:
         """How many buckets may have left by now, and how many must have because too much waits."""
 
+    def waiting(self) -> object:
+        """What has arrived and left in the backward that runs; equal where the same has."""
+
     def depart(self, until: int | None) -> None:
         """Let buckets leave until so many have; None: all of them."""
 
@@ -77,7 +80,8 @@ class FetchSchedule:
         self, agreement: RankAgreement, limits: FetchLimits, *, between_passes: bool, log_traces: bool = False
     ) -> None:
         self._agreement = agreement
-        self._limits = limits
+        self.limits = limits
+        """What gathers ahead may use."""
         self._between = between_passes  # whether parameters may stay whole from forward to backward
         self._log_traces = log_traces
         self._known: dict[tuple[object, ...], _Known] = {}
@@ -245,12 +249,52 @@ class FetchSchedule:
                 shard.release()
                 self._live.pop(shard.number, None)
 
+    # ---- graphs, which know what they use
+
+    def run_graph(self, key: object, name: str) -> bool:
+        """All ranks run the same graph next, or get an error; True if gradients wait for the same buckets on all."""
+        waiting = digest(None if self.departing is None else self.departing.waiting())
+        mine = begin_code(("graph", key), backward=self._pass is not None)
+        said = self._say(mine, name, waiting)
+        if self.copies is not None and bool((said[:, 3] % 2).any()):
+            self.copies.drop()
+        if bool((said[:, 0] != mine).any()):
+            raise self._agreement.disagreement(f"runs {name}")
+        return bool((said[:, 3] // 2 == waiting).all())
+
+    def least(self, value: int, what: str) -> int:
+        """The least that any rank says; all of them do, outside of passes."""
+        return int(self._agreement.exchange([value], what).min())
+
+    def stay(self, shards: Sequence[Shard]) -> None:
+        """These stay whole from now on; all ranks come with the same ones."""
+        self.fetch(shards)
+        finish(shards)
+        for shard in shards:
+            shard.persistent = True
+            self._live.pop(shard.number, None)
+        for use in self.uses.values():
+            use.events.clear()
+        self.invalidate()
+
+    def fetch(self, shards: Iterable[Shard]) -> None:
+        """Begin to make these whole that neither are nor will be; all ranks begin the same ones in the same order."""
+        self._begin(
+            [shard for shard in shards if not shard.whole and shard.pending is None],
+            GatherFor.BACKWARD if self._pass is not None and self._pass.key[0] == "backward" else GatherFor.FORWARD,
+        )
+
+    def depart(self) -> None:
+        """Buckets that are complete, or too much to wait, leave; where all ranks come with the same gradients."""
+        if self.departing is not None:
+            self.departing.depart(max(self.departing.ready()))
+
     # ---- by asking
 
-    def _say(self, code: int, what: str) -> Tensor:
+    def _say(self, code: int, what: str, more: int = 0) -> Tensor:
         ready, forced = (0, 0) if self.departing is None else self.departing.ready()
         outdated = self.copies is not None and self.copies.outdated
-        return self._agreement.exchange([code, ready, forced, outdated], what)
+        return self._agreement.exchange([code, ready, forced, 2 * more + outdated], what)
 
     def _serve(self, now: _Pass) -> bool:
         """Take part in what other ranks still need; True if anybody needed anything."""
@@ -327,8 +371,11 @@ class FetchSchedule:
         self._keep[step.use] = step.keep
 
     def _start(self, now: _Pass, shards: list[Shard]) -> None:
+        self._begin(shards, GatherFor.BACKWARD if now.key[0] == "backward" else GatherFor.FORWARD)
+
+    def _begin(self, shards: list[Shard], serves: GatherFor) -> None:
         self.gathers += len(shards)
-        start(shards, GatherFor.BACKWARD if now.key[0] == "backward" else GatherFor.FORWARD)
+        start(shards, serves)
         for shard in shards:
             self._live[shard.number] = shard
 
@@ -345,9 +392,9 @@ class FetchSchedule:
         numel = {number: shard.numel for number, shard in self._shards.items()}
         if agreed:
             returns = self._between and now.key[-1] is True
-            return plan(now.events, numel, self._limits, whole=whole, returns=returns)
+            return plan(now.events, numel, self.limits, whole=whole, returns=returns)
         events = [self.uses[use].event(enter) for use in served for enter in (True, False)]
-        return plan(events, numel, FetchLimits(0, self._limits.live, 0))
+        return plan(events, numel, FetchLimits(0, self.limits.live, 0))
 
     def _agree(self, mine: tuple[int, ...], served: tuple[int, ...]) -> bool:
         code = digest(mine) + 1 if mine == served else DONE

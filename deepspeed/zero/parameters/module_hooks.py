@@ -12,6 +12,7 @@ from deepspeed.errors import UsageError
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.coordinator import FetchCoordinator
 from deepspeed.zero.parameters.nested_tensors import tensors_in
+from deepspeed.zero.parameters.shapes import WholeShapes
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
 from deepspeed.zero.parameters.uses import ModuleUse, blocks_of
 from deepspeed.zero.public.leaf import set_z3_leaf_module, z3_leaf_module
@@ -29,6 +30,23 @@ def hidden(function: F) -> F:
     return function
 
 
+def passed_over(function: F) -> F:
+    """The function, which does nothing where torch.compile captures its caller, and runs as it is elsewhere."""
+
+    def call(*args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else function(*args)
+
+    runs_in_python(call)
+    return call  # type: ignore[return-value]
+
+
+def runs_in_python(function: Callable[..., Any]) -> None:
+    """Where nothing is captured that calls a function, neither is the function itself."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
 _KEY = "_external_params"
 
 
@@ -44,10 +62,16 @@ class WatchedParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        if param is not None and param.numel() == 0 and self._coordinator.current is not None:
+        coordinator = self._coordinator
+        if coordinator.shapes is not None:
+            if torch.compiler.is_compiling():
+                return param
+        elif param is None or param.numel():
+            return param
+        if param is not None and coordinator.current is not None:
             shard = shard_of(param)
             if shard is not None and not shard.whole and shard.numel:
-                self._coordinator.also(shard)
+                coordinator.also(shard)
         return param
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,6 +112,8 @@ class ModuleHooks:
         self._returning: list[Any] = []
         """Hooks that bring back, once, parameters that stay whole and were let go."""
         self.handles: list[Any] = []
+        self._captured = False
+        """Graphs gather what they use: hooks act on modules that run outside of them."""
         self.watches_inputs = False
         """Tell when the gradients of a module's inputs are known, also where it trains all of its parameters."""
 
@@ -120,6 +146,14 @@ class ModuleHooks:
         """Gather each of these modules with all that is below it: nothing of ours runs inside them any more."""
         for module in modules:
             set_z3_leaf_module(module, True)
+        if self.handles:
+            self.remove()
+            self.install()
+
+    def give_way(self, shapes: WholeShapes) -> None:
+        """Let graphs gather what they use; modules that run outside of them are gathered as before."""
+        self._captured, self._coordinator.shapes = True, shapes
+        runs_in_python(WatchedParameters.__getitem__)
         if self.handles:
             self.remove()
             self.install()
@@ -241,6 +275,8 @@ class ModuleHooks:
         def before(_: Tensor) -> None:
             coordinator.before_backward(use, recorded=torch.is_grad_enabled())  # as create_graph says
 
+        if self._captured:
+            return passed_over(hidden(pre)), passed_over(hidden(post))
         return hidden(pre), hidden(post)
 
     def _watch_inputs(self, use: ModuleUse, inputs: Any) -> None:

@@ -251,12 +251,16 @@ class Shard:
         if self.pending is not None:
             self.arrive()
             self.pending = self.staged = None
-        if self.nothing is None:
-            self.nothing = torch.empty(0, dtype=self.dtype, device=self.device)
-        show(self.param, self.nothing)
+        show(self.param, self.empty())
         if not self.alone:
             self._memory.resize_(0)
         self.whole = False
+
+    def empty(self) -> Tensor:
+        """What the parameter is while it is not whole."""
+        if self.nothing is None:
+            self.nothing = torch.empty(0, dtype=self.dtype, device=self.device)
+        return self.nothing
 
     def reclaim(self) -> bool:
         """If somebody replaced the parameter's data instead of writing into it, write it; True if so."""
