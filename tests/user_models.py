@@ -221,7 +221,7 @@ def run(kind, stage, *, steps=4, optimizer=None, groups=None, config=None, zero=
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-        norms.append(engine.get_global_grad_norm())
+        norms.append(engine.get_global_grad_norm() or 0.0)
     after = whole(engine)
     engine.destroy()
     return Training(before, after, losses, norms)

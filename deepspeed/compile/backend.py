@@ -218,7 +218,7 @@ def _first_line(module: fx.GraphModule) -> str:
 
 def _uncompiled(captured: CapturedGraph, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """The graphs as they are."""
-    from functorch.compile import make_boxed_func
+    from torch._functorch.aot_autograd import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 

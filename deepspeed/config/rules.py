@@ -311,6 +311,7 @@ def _deep_compile(config: Schema) -> Iterator[str]:
         "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
         "zero_optimization.zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
         "memory.device": config.memory.device is not None,
+        "verify, which looks at gradients by hooks": config.verify.every is not None,
     }
     if found := _names(others):
         yield f"compile.deepcompile: does not work with {found}; give one of them"

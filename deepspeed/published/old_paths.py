@@ -450,16 +450,16 @@ REMOVED: dict[str, str] = {
 }
 
 _TORCHAO = "torchao and PEFT quantise models, and engines of this library train them"
+_SCHEDULE = "engine.compile() takes a schedule, and docs/compile.md describes it"
 _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 
 # module or name of a feature that is still to come, with all below it → what to use meanwhile
 COMING: dict[str, str] = {
-    **dict.fromkeys(
-        ("deepspeed.compile.constants", "deepspeed.compile.list_schedule", "deepspeed.compile.z3_eager_fallback"),
-        "engine.compile() takes a schedule, and docs/compile.md describes it",
-    ),
+    "deepspeed.compile.constants": _SCHEDULE,
+    "deepspeed.compile.list_schedule": _SCHEDULE,
     "deepspeed.compile.passes.offload_adam_states": "use zero_optimization.offload_optimizer",
     "deepspeed.compile.passes.sp_compile": "use sequence_parallel_size",
+    "deepspeed.compile.z3_eager_fallback": _SCHEDULE,
     "deepspeed.runtime.compression": _TORCHAO,
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,
     "deepspeed.runtime.quantize": _TORCHAO,

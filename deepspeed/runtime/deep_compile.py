@@ -24,7 +24,7 @@ from deepspeed.compile.backend import GraphCompiler, GraphFacts
 from deepspeed.compile.contracts import PassRegistry, PassSchedule
 from deepspeed.compile.graph import GraphParameter, PassLimits
 from deepspeed.compile.operations import dismiss, enrol
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import log_dist, log_dist_once
 from deepspeed.runtime.backward import runs_in_backward
 from deepspeed.runtime.parts import Parts
@@ -225,6 +225,12 @@ class DeepCompile:
         param = self._params[number]
         if not runs_in_backward(get_gradient_edge(param).node):
             return
+        if param._backward_hooks:
+            name = self._parameters[id(param)].name
+            raise UsageError(
+                f"a hook of the gradient of {name} (register_hook) was registered after the model was compiled, and "
+                "compile.deepcompile would not call it; register it before engine.compile"
+            )
         if self._section.sync_before_reduce:
             get_accelerator().synchronize()
         if param.grad is None:

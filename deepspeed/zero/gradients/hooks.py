@@ -83,6 +83,10 @@ class GradientHooks:
         self.departures.early = self._allowed and (steady or not self._whole) and self.clock is None
         self.departures.expect(None if self._whole else self._counts)
 
+    def waiting(self) -> object:
+        """What has arrived and left in the backward that runs; equal where the same has."""
+        return self.armed, self.final, self.departures.state()
+
     def ready(self) -> tuple[int, int]:
         """See `BucketOrder`; nothing where nothing may leave while backward runs."""
         return self.departures.ready() if self.armed and self.final and self._allowed else (0, 0)

@@ -364,10 +364,6 @@ class GradientReducer:
         """How many buckets may have left by now, and how many must have because too much waits."""
         return self.arrivals.ready()
 
-    def waiting(self) -> object:
-        """What has arrived and left in the backward that runs; equal where the same has."""
-        return self.arrivals.armed, self.arrivals.final, self.arrivals.departures.state()
-
     def depart(self, until: int | None) -> None:
         """Let buckets leave until so many have, or all."""
         self.arrivals.depart(until)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,17 +26,21 @@ from deepspeed.zero.parameters.near import NearCopies
 from deepspeed.zero.parameters.shard import Shard
 from deepspeed.zero.parameters.uses import ModuleUse
 
+if TYPE_CHECKING:
+    from deepspeed.zero.gradients.hooks import GradientHooks
+
 _PATIENCE = 3  # plans that did not fit, after which a kind of pass is asked for every time
 
 
 class LeavingBuckets(Protocol):
     """The gradients that leave while a backward runs, as a pass sees them."""
 
+    @property
+    def arrivals(self) -> GradientHooks:
+        """When gradients come."""
+
     def ready(self) -> tuple[int, int]:
         """How many buckets may have left by now, and how many must have because too much waits."""
-
-    def waiting(self) -> object:
-        """What has arrived and left in the backward that runs; equal where the same has."""
 
     def depart(self, until: int | None) -> None:
         """Let buckets leave until so many have; None: all of them."""
@@ -253,7 +257,7 @@ class FetchSchedule:
 
     def run_graph(self, key: object, name: str) -> bool:
         """All ranks run the same graph next, or get an error; True if gradients wait for the same buckets on all."""
-        waiting = digest(None if self.departing is None else self.departing.waiting())
+        waiting = digest(None if self.departing is None else self.departing.arrivals.waiting())
         mine = begin_code(("graph", key), backward=self._pass is not None)
         said = self._say(mine, name, waiting)
         if self.copies is not None and bool((said[:, 3] % 2).any()):

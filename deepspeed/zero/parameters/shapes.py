@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from deepspeed.zero.parameters.data import show
-from deepspeed.zero.parameters.shard import Shard
+from deepspeed.zero.parameters.shard import Shard, empty_of
 
 
 class WholeShapes:
@@ -41,7 +41,7 @@ class WholeShapes:
         for shard, before in self._empty:
             shard.nothing = before
             if not shard.whole:
-                show(shard.param, shard.empty())
+                show(shard.param, empty_of(shard))
         self._empty.clear()
 
     def __enter__(self) -> None:

@@ -251,16 +251,10 @@ class Shard:
         if self.pending is not None:
             self.arrive()
             self.pending = self.staged = None
-        show(self.param, self.empty())
+        show(self.param, empty_of(self))
         if not self.alone:
             self._memory.resize_(0)
         self.whole = False
-
-    def empty(self) -> Tensor:
-        """What the parameter is while it is not whole."""
-        if self.nothing is None:
-            self.nothing = torch.empty(0, dtype=self.dtype, device=self.device)
-        return self.nothing
 
     def reclaim(self) -> bool:
         """If somebody replaced the parameter's data instead of writing into it, write it; True if so."""
@@ -318,6 +312,13 @@ class Shard:
 
     def __repr__(self) -> str:
         return f"Shard({self.name!r}, {tuple(self.shape)}, {self.status.name.lower()}, {self.axis!r})"
+
+
+def empty_of(shard: Shard) -> Tensor:
+    """What a parameter is while it is not whole."""
+    if shard.nothing is None:
+        shard.nothing = torch.empty(0, dtype=shard.dtype, device=shard.device)
+    return shard.nothing
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.errors import UsageError
 from deepspeed.log import logger
 from tests.closeness import assert_same_training
 from tests.harness import ranks
@@ -92,6 +93,66 @@ def test_gathered_memory_is_bounded_by_the_passes():
     assert not any(
         facts.operations[0][0] == "gather" for facts in deep.compilers[1].captured[0].facts if facts.operations
     )
+
+
+def two_groups(model):
+    """Decayed and not decayed, the last parameter frozen."""
+    params = list(model.parameters())
+    params[-1].requires_grad_(False)
+    wide = [param for param in params if getattr(param, "ds_numel", param.numel()) > WIDTH]
+    rest = [param for param in params[:-1] if all(param is not other for other in wide)]
+    return [{"params": wide, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+
+
+COMPOSITIONS = {
+    "accumulation": {"config": {"gradient_accumulation_steps": 2}},
+    "bf16": {"config": {"bf16": {"enabled": True}}},
+    "autocast": {"config": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}},
+    "offloaded optimizer": {"zero": {"offload_optimizer": {"device": "cpu"}}},
+    "groups": {"groups": two_groups},
+    "codes": {"zero": {"zero_quantized_weights": True}},
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(2)
+def test_compositions(stage):
+    for name, options in COMPOSITIONS.items():
+        expected = run(Two, stage, **options)
+        config = {**options.get("config", {}), **DEEP}
+        seen = []
+        assert_same_training(run(Two, stage, **{**options, "config": config}, each=compiled(seen)), expected)
+        assert seen[-1].runs >= 8, name
+
+
+@ranks(2)
+def test_evaluation_between_steps_and_hooks_that_come_late():
+    def evaluates(step, engine):
+        x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+        engine.eval()
+        with torch.no_grad():
+            losses.append(engine(x).item())
+        engine.train()
+
+    for stage in (1, 3):
+        losses = []
+        expected, told = run(Two, stage, each=evaluates), losses
+        losses, compiles = [], compiled()
+
+        def both(step, engine, compiles=compiles):
+            compiles(step, engine)
+            evaluates(step, engine)
+
+        assert_same_training(run(Two, stage, config=DEEP, each=both), expected)
+        assert losses == pytest.approx(told, rel=1e-5)
+
+    def late(step, engine):
+        compiled()(step, engine)
+        if step == 1:
+            next(engine.module.parameters()).register_hook(lambda grad: grad * 2)
+
+    with pytest.raises(UsageError, match=r"register it before engine\.compile"):
+        run(Two, 2, config=DEEP, each=late)
 
 
 @pytest.mark.slow
