@@ -218,8 +218,8 @@ def _first_line(module: fx.GraphModule) -> str:
 
 def _uncompiled(captured: CapturedGraph, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """The graphs as they are."""
-    from torch._functorch.aot_autograd import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def compiles(backward: bool) -> CompileGraph:
