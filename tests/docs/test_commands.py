@@ -53,6 +53,7 @@ SHORT = {
     "examples/moe/mixtral.py": ["--steps", "3", "--output", "{tmp}"],
     "examples/moe/train.py": ["--steps", "3"],
     "examples/compile/train.py": ["--steps", "2"],
+    "examples/compression/train.py": ["--steps", "4", "--output", "{tmp}"],
     "examples/sparse_attention/train.py": ["--steps", "2", "--length", "50"],
     "examples/verify/train.py": ["--steps", "4"],
     "examples/serve/model.py": ["--steps", "2", "--output", "{tmp}"],
