@@ -56,7 +56,7 @@ def train(config: dict[str, Any]) -> tuple[float, int]:
         redundancy_clean(small, config)  # plain layers: fewer rows, and codes of 8 bits
     points, classes = batch(-1, rows=4096)
     accuracy = (small.eval()(points).argmax(1) == classes).float().mean().item()
-    file = arguments.output / ("small.pt" if compressed else "plain.pt")
+    file = arguments.output / ("pytorch_model.bin" if compressed else "plain.bin")
     if comm.get_rank() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(small.state_dict(), file)
