@@ -231,6 +231,8 @@ class _Tracer:
     borders: list[tuple[int, str]] = field(default_factory=list)
     """(collectives so far, phase that follows) of the step."""
     entries: list[Entry] = field(default_factory=list)
+    dense: list[str] = field(default_factory=list)
+    """Embeddings with sparse gradients, which are planned as dense ones."""
 
     def run(self) -> RankTrace:
         engine = self._engine()
@@ -280,8 +282,12 @@ class _Tracer:
             moments=_moments(profiler.changes, began, head),
             overlaps=bool(parts.config.schema.zero_optimization.overlap_comm),
             partition=() if pipeline is None else tuple(b - a for a, b in itertools.pairwise(pipeline.parts)),
-            assumed=(*example.assumed, *_assumed(self.memory, engine)),
+            assumed=(*example.assumed, *_assumed(self.memory, engine), *self._densely()),
         )
+
+    def _densely(self) -> Iterator[str]:
+        if self.dense:
+            yield f"all rows of sparse gradients travel: {', '.join(self.dense)}"
 
     def _enter(self, phase: str) -> None:
         self.phases.append(phase)
@@ -298,6 +304,10 @@ class _Tracer:
             raise UsageError(f"the model function returned a {type(model).__name__}; expected a torch module")
         if job.prepare is not None:
             job.prepare(model)
+        for name, part in model.named_modules():
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+                part.sparse = False  # which rows a batch touches depends on values
+                self.dense.append(name)
         given: Any = job.config
         if job.batch is not None:
             given = _with_batch(dict(job.config), job.batch)

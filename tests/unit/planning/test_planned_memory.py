@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from deepspeed.memory.budget import Spread, Widths, model_states
 from deepspeed.planning import plan
@@ -72,3 +73,25 @@ def test_what_is_small_is_computed_and_what_is_large_is_not():
         assert (large * 2).shape == large.shape
         assert (large + large).sum().item() == 0.0, "no number of a large tensor is ever read"
         assert large.view(-1)[:8].untyped_storage().nbytes() == 4 << 20
+
+
+class Words(nn.Module):
+    """An embedding of which a batch touches few rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(1000, 16, sparse=True), nn.Linear(16, 4)
+
+    def forward(self, tokens):
+        return self.head(self.words(tokens)).square().mean()
+
+
+@ranks(1, init=False)
+def test_sparse_gradients_are_planned_as_dense_ones():
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2},
+    }
+    found = plan(Words, config, world=4, inputs=lambda batch, sequence: torch.zeros(batch, 8, dtype=torch.long))
+    assert "all rows of sparse gradients travel: words" in found.assumed
