@@ -12,6 +12,11 @@ __all__ = ["CompileConfig"]
 class CompileConfig(Section):
     """torch.compile by engine.compile(), plain or as DeepCompile."""
 
+    @property
+    def enabled(self) -> bool:
+        """Whether keys ask for anything: all but `region` are those of DeepCompile."""
+        return self.deepcompile
+
     deepcompile: bool = key(
         False,
         "Whether engine.compile() uses DeepCompile: gathers and reductions of ZeRO become operations of the graphs.",

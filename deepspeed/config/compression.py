@@ -447,6 +447,10 @@ class WeightGroups(Section):
         return self
 
 
+class InitialWeightGroups(WeightGroups):
+    """Width and groups of weights that rest so from the first on."""
+
+
 def _absent(value: Any) -> Any:
     return None if value == {} else value
 
@@ -458,7 +462,7 @@ class WeightQuantizationConfig(Section):
     num_bits: Literal[4, 8] = no_effect(8, _OF_GROUPS)
     q_type: Literal["symmetric", "asymmetric"] = no_effect("symmetric", _OF_GROUPS)
     q_groups: PositiveCount = no_effect(1, _OF_GROUPS)
-    quantized_initialization: Annotated[WeightGroups | None, BeforeValidator(_absent)] = key(
+    quantized_initialization: Annotated[InitialWeightGroups | None, BeforeValidator(_absent)] = key(
         None,
         "Linear layers and embeddings that zero.Init builds rest so, frozen (stage 3); null and {} are off.",
         NoEffect("weight_quantization.enabled is false", lambda c: not c.weight_quantization.enabled),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import sys
 from collections import Counter
 from enum import Enum
@@ -86,6 +87,7 @@ def sample(leaf):
     info = leaf.chain[-1].info
     default = info.get_default(call_default_factory=True)
     choices = [7, 1 << 20, 0.5, 0.1, "x", "2x2", "info", Path("x"), ["x"], [7], [7, 7], {"x": 7}, (7,), [], True, False]
+    choices.append({"x": "x"})
     for member in members_of(info.annotation):
         if get_origin(member) is Literal:
             choices += get_args(member)
@@ -323,10 +325,35 @@ def compressed_readers(folder):
     deepspeed.initialize(model=blocks, config={"train_batch_size": 4, **curved})[0].destroy()
 
 
+def coded_readers():
+    """Build models whose frozen weights rest as codes."""
+    coded = {"num_bits": 8, "group_size": 2}
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    config = {"train_batch_size": 4, "weight_quantization": {"post_init_quant": {"0": coded}}}
+    deepspeed.initialize(model=layers, config=config)[0].destroy()
+    born = {"zero_optimization": {"stage": 3}, "weight_quantization": {"quantized_initialization": coded}}
+    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 4, **born}):
+        torch.nn.Linear(4, 4)
+
+
+def read_elsewhere():
+    """Keys of a program that starts scripts, by its source; and those that an attention pattern is made of."""
+    root = Path(deepspeed.__file__).parent
+    files = [*(root / "autotuning").glob("*.py"), root / "profiling/autotuning.py", *(root / "launcher").glob("*.py")]
+    source = "".join(file.read_text(encoding="utf-8") for file in files)
+    tuned = [leaf.path for leaf in leaves() if leaf.path.startswith("autotuning.")]
+    found = {path for path in tuned if re.search(rf"\.{path.rpartition('.')[2]}\b", source)}
+    for mode in ("dense", "fixed", "variable", "bigbird", "bslongformer"):
+        section = DeepSpeedConfig({"train_batch_size": 2, "sparse_attention": {"mode": mode}}).sparse_attention
+        found |= {f"sparse_attention.{name}" for name in section}
+    return found
+
+
 def readers(seen, folder):
     """Build, train, save and load engines of every other kind; returns the keys that were read."""
     paced_readers(folder)
     compressed_readers(folder)
+    coded_readers()
     config = {"train_micro_batch_size_per_gpu": 2, "hybrid_engine": {"enabled": True, "max_out_tokens": 32}}
     engine = deepspeed.initialize(model=tiny.llama(), config={**config, "optimizer": {"type": "AdamW"}})[0]
     engine.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
@@ -383,6 +410,10 @@ def test_no_key_is_silent(tmp_path):
     with pytest.raises(DeepSpeedConfigError, match=r"elasticity\.ignore_non_elastic_batch_info to true"):
         DeepSpeedConfig({**BATCH, "elasticity": {**ELASTIC, "ignore_non_elastic_batch_info": False}}, world_size=1)
     checked |= {"elasticity.enabled", "elasticity.ignore_non_elastic_batch_info"}
+    born = {"zero_optimization": {"stage": 3}, "weight_quantization": {"quantized_initialization": {"group_dim": 0}}}
+    with pytest.raises(DeepSpeedConfigError, match=r"quantized_initialization\.group_dim: shards are cut along rows"):
+        DeepSpeedConfig({**BATCH, **born})
+    checked |= {"weight_quantization.quantized_initialization.group_dim"}
     data = "data_efficiency.data_"  # a section that is off is None to its readers; one key has a single value
     checked |= {f"{data}sampling.{name}.enabled" for name in ("curriculum_learning", "dynamic_batching")}
     checked |= {f"{data}routing.random_ltd.{name}" for name in ("enabled", "random_ltd_schedule.schedule_type")}
@@ -391,7 +422,7 @@ def test_no_key_is_silent(tmp_path):
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     seen = record()
     plain = plain_readers(seen, tmp_path)
-    read = plain | readers(seen, tmp_path)
+    read = plain | readers(seen, tmp_path) | read_elsewhere()
     silent = [leaf.path for leaf in leaves() if leaf.path not in told | checked | read]
     assert silent == [], "each of these needs a reader, or a mark (NotBuilt, NoEffect)"
     assert FOR_THE_LOADER.isdisjoint(read | told), "a key that has a reader needs no exception"

@@ -49,7 +49,7 @@ def test_what_a_reduction_remembers_is_in_checkpoints(stage):
         "zero_optimization": {"stage": stage},
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "make_reduction", lambda schema, placement: Remembering(plain(schema, placement)))
+        patch.setattr(build, "make_reduction", lambda *given: Remembering(plain(*given)))
         counts = []
         for again in (False, True):
             Remembering.made.clear()
