@@ -53,7 +53,7 @@ FOR_THE_LOADER = {
     *("strict", "train_batch_size", "train_micro_batch_size_per_gpu"),
     *("data_types.param_dtype", "zero_optimization.legacy_stage1", "tensor_parallel.tp.tp_size"),
 }
-FOR_A_CALL = {"compile.region"}  # of engine.compile(), which a script may call at any time
+FOR_A_CALL = {"compile.deepcompile", "compile.region"}  # of engine.compile(), which a script may call at any time
 PLAIN = unused_by_model(staged=False, experts=False, shared_sequences=False)
 BATCH = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
 
