@@ -12,9 +12,9 @@ import itertools
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
-_LIBRARY = torch.library.Library("deepspeed_compile", "DEF")
+_LIBRARY = library.Library("deepspeed_compile", "DEF")
 _handles = itertools.count()
 
 
@@ -78,7 +78,7 @@ for _schema, _function in (
 ):
     _name = _LIBRARY.define(_schema)
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"deepspeed_compile::{_name}", _no_result, lib=_LIBRARY)
+    library.register_fake(f"deepspeed_compile::{_name}", _no_result, lib=_LIBRARY)
 
 START: Any = torch.ops.deepspeed_compile.start.default
 WAIT: Any = torch.ops.deepspeed_compile.wait.default
