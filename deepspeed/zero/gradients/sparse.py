@@ -45,7 +45,8 @@ class RowsToOwners(ReduceToOwners):
         def add(_: Tensor) -> Tensor:
             mine.zero_()
             for indices, part in zip(places.split(outs), found.split(outs), strict=True):  # in the order of the ranks
-                mine.index_add_(0, indices, part)
+                if len(indices):
+                    mine.index_add_(0, indices, part)
             return mine.view(-1)[:length]
 
         return Pending(mine, work, add)

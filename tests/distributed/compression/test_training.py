@@ -214,36 +214,31 @@ def test_eigenvalues_are_refused_where_they_cannot_be_computed():
     engine.destroy()
 
 
+def resumes_bit_equal(stage, saved, end, **sections):
+    """Train, save after `saved` steps, and go on from there in another engine; the first engine's module."""
+    folder = Path(store_path()).parent / "saved"
+    engine = build(stage, **sections)
+    train(engine, 0, saved)
+    engine.save_checkpoint(folder, tag=str(stage))
+    rest = train(engine, saved, end)
+    again = build(stage, **sections)
+    again.load_checkpoint(folder, tag=str(stage))
+    assert train(again, saved, end) == rest
+    for one, other in zip(weights(again).values(), weights(engine).values(), strict=True):
+        assert torch.equal(one, other)
+    engine.destroy()
+    again.destroy()
+    return engine.module
+
+
 @ranks(2)
 def test_blocks_go_on_where_a_checkpoint_left_off():
-    folder = Path(store_path()).parent / "saved"
     for stage, precision in ((1, {"bf16": {"enabled": True}}), (3, {})):
-        engine = build(stage, compression_training=BLOCKS, **precision)
-        train(engine, 0, 2)
-        engine.save_checkpoint(folder, tag=str(stage))
-        rest = train(engine, 2, 4)
-        assert engine.module.up.sparse_mask_scores.dtype is torch.int32
-        again = build(stage, compression_training=BLOCKS, **precision)
-        again.load_checkpoint(folder, tag=str(stage))
-        assert train(again, 2, 4) == rest
-        for one, other in zip(weights(again).values(), weights(engine).values(), strict=True):
-            assert torch.equal(one, other)
-        engine.destroy()
-        again.destroy()
+        module = resumes_bit_equal(stage, 2, 4, compression_training=BLOCKS, **precision)
+        assert module.up.sparse_mask_scores.dtype is torch.int32
 
 
 @ranks(2)
 def test_moq_resumes_bit_equal():
-    folder = Path(store_path()).parent / "saved"
     for stage, precision in ((0, {}), (2, {"bf16": {"enabled": True}}), (3, {})):
-        engine = build(stage, quantize_training=MOQ, **precision)
-        train(engine, 0, 3)
-        engine.save_checkpoint(folder, tag=str(stage))
-        rest = train(engine, 3, 6)
-        again = build(stage, quantize_training=MOQ, **precision)
-        again.load_checkpoint(folder, tag=str(stage))
-        assert train(again, 3, 6) == rest
-        for one, other in zip(weights(again).values(), weights(engine).values(), strict=True):
-            assert torch.equal(one, other)
-        engine.destroy()
-        again.destroy()
+        resumes_bit_equal(stage, 3, 6, quantize_training=MOQ, **precision)
