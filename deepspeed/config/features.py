@@ -11,9 +11,8 @@ from typing import Any
 
 from deepspeed.config.clean import ConfigProblem
 from deepspeed.config.explain import values_of
-from deepspeed.config.model import NoEffect, NotBuilt, Unbuilt, switches
+from deepspeed.config.model import Key, NoEffect, NotBuilt, Unbuilt, switches, walk
 from deepspeed.config.schema import Schema
-from deepspeed.config.schema_walk import Key, walk
 from deepspeed.errors import FeatureUnavailable
 
 

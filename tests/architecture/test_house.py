@@ -27,10 +27,6 @@ REASONS: dict[str, str] = {
     "deepspeed/env_report.py": "a program by its published path",
     "deepspeed/launcher/launcher_helper.py": "a program that starts without site-packages",
     "deepspeed/launcher/remote.py": "a program on other hosts",
-    "deepspeed/moe/mappings.py": "published names",
-    "deepspeed/ops/adam/fused_adam.py": "a published path",
-    "deepspeed/ops/lion/cpu_lion.py": "a published path",
-    "deepspeed/ops/lion/fused_lion.py": "a published path",
     "deepspeed/ops/spatial.py": "its builder imports it by name",
 }
 

@@ -27,9 +27,16 @@ from deepspeed.log import NOTICE, log_dist, logger
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.checkpoints import Checkpoints, leftovers, plain_copy
-from deepspeed.runtime.saving.model_state import collect, gather_experts, join_slices, load, load_by, write_model
+from deepspeed.runtime.saving.model_state import (
+    WeightBuckets,
+    collect,
+    gather_experts,
+    join_slices,
+    load,
+    load_by,
+    write_model,
+)
 from deepspeed.runtime.saving.restoring import LoadRequest, rates, warn_of_rates
-from deepspeed.runtime.saving.stream import WeightBuckets
 from deepspeed.runtime.saving.training_state import RunState, continue_scale
 from deepspeed.tensor_parallel import cut_state
 from deepspeed.zero.interface import shards_of
