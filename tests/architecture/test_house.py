@@ -22,6 +22,7 @@ REASONS: dict[str, str] = {
         f"deepspeed/compile/passes/{name}.py": "a published path"
         for name in ("prefetch", "selective_gather", "zero1_compile", "zero2_compile", "zero3_compile")
     },
+    "deepspeed/checkpoint/constants.py": "published names",
     "deepspeed/checkpoint/universal_checkpoint.py": "published names",
     "deepspeed/elasticity/tool.py": "the program ds_elastic",
     "deepspeed/env_report.py": "a program by its published path",
