@@ -285,6 +285,13 @@ CASES = {
     ),
 }
 
+# The same with a variance that stays early, and local steps after it.
+SOON = {
+    "OneBitAdam": {"freeze_step": 4},
+    "OneBitLamb": {"freeze_step": 4},
+    "ZeroOneAdam": {"var_freeze_step": 6, "var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 4},
+}
+
 
 def engine_of(kind, *, numbers=None, model=None, **options):
     params = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.01, **(numbers or CASES[kind][1])}
@@ -339,10 +346,10 @@ def test_owners_of_pieces_follow_the_published_rule(kind):
         keys = {"stage3_param_persistence_threshold": 10} if stage == 3 else {}
         engine = engine_of(kind, zero_optimization={"stage": stage, **keys})
         expected = simulated(dist.get_world_size(), stage=stage, **numbers)
-        for step in range(1, 33 if stage == 2 else 17):
+        for step in range(1, 23 if stage == 2 else 15):
             train(engine, step, step)
             model = expected.step().models[0]
-            if step % 10 in (1, 2):
+            if step % 10 in (1, 2) or step == 14:
                 found = {name: param.detach() for name, param in model.named_parameters()}
                 assert_close(whole_values(engine), found)
         engine.destroy()
@@ -490,17 +497,17 @@ def test_the_warm_up_is_adam_and_lamb():
 def test_checkpoints_go_on_before_and_after_the_variance_stays(tmp_path):
     stages = [(kind, 0) for kind in CASES] + [("OneBitAdam", 2), ("OneBitLamb", 1), ("OneBitLamb", 3)]
     for kind, stage in stages:
-        for before in (6, 31, 35) if stage == 0 else (6, 31):
-            engine = engine_of(kind, zero_optimization={"stage": stage})
+        for before in (2, 6, 15) if kind == "ZeroOneAdam" else (2, 6):  # the last with sums of local steps
+            engine = engine_of(kind, numbers=SOON[kind], zero_optimization={"stage": stage})
             train(engine, 1, before)
             folder = str(tmp_path / f"{kind}{stage}{before}")
             engine.save_checkpoint(folder)
-            train(engine, before + 1, before + 6)
+            train(engine, before + 1, before + 4)
             expected = whole_values(engine)
             engine.destroy()
-            again = engine_of(kind, zero_optimization={"stage": stage})
+            again = engine_of(kind, numbers=SOON[kind], zero_optimization={"stage": stage})
             again.load_checkpoint(folder)
-            train(again, before + 1, before + 6)
+            train(again, before + 1, before + 4)
             for name, value in whole_values(again).items():
                 assert torch.equal(value, expected[name]), (kind, before, name)
             again.destroy()
@@ -513,9 +520,10 @@ def test_other_precisions_accumulation_clipping_and_overflow():
     cases += [("OneBitAdam", fp16, 1), ("OneBitLamb", bf16, 2), ("OneBitAdam", bf16, 3), ("OneBitLamb", fp16, 3)]
     for kind, precision, stage in cases:
         sharded = {"zero_optimization": {"stage": stage}}
-        engine = engine_of(kind, gradient_clipping=0.5, gradient_accumulation_steps=2, **precision, **sharded)
+        options = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, **precision, **sharded}
+        engine = engine_of(kind, numbers=SOON[kind], **options)
         losses = []
-        for step in range(1, 81):
+        for step in range(1, 41):
             rows, wanted = (part.to(next(engine.module.parameters()).dtype) for part in data(step % 4, 0))
             loss = engine(rows, wanted)
             losses.append(float(loss.detach()))
