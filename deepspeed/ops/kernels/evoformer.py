@@ -32,10 +32,14 @@ class EvoformerTile(NamedTuple):
     stages: int
 
 
-FORWARD = EvoformerTile(64, 64, 4, 2)
-OF_QUERIES = EvoformerTile(64, 64, 4, 2)
-OF_KEYS = EvoformerTile(64, 64, 4, 2)
-OF_PAIRS = EvoformerTile(64, 64, 4, 2)
+FORWARD = EvoformerTile(128, 32, 4, 3)
+OF_QUERIES = EvoformerTile(64, 32, 4, 3)
+OF_KEYS = EvoformerTile(64, 64, 4, 3)
+OF_PAIRS = EvoformerTile(64, 64, 4, 3)
+_OF_FLOAT32 = EvoformerTile(32, 32, 4, 1)
+"""Its products are of single numbers, which take many registers."""
+_WIDE = 128
+"""Bytes of a head above which a step is loaded when the one before has ended."""
 
 
 @triton.jit
@@ -239,12 +243,19 @@ class _Launch:
         self.samples, self.rows, self.queries, self.heads, self.width = query.shape
         self.keys = key.shape[2]
         self.biases = [query if bias is None else bias for bias in (mask, pairs)]
+        self.dtype = query.dtype
         self.sizes = (self.queries, self.keys, self.heads, self.width, self.width**-0.5)
         self.masked, self.paired = mask is not None, pairs is not None
 
     def over(self, tokens: int, part: int) -> tuple[int]:
         """A program for each part of the tokens of each head of each row."""
         return (self.samples * self.rows * self.heads * cdiv(tokens, part),)
+
+    def tile(self, tile: EvoformerTile) -> EvoformerTile:
+        """What of a tile fits such numbers."""
+        if self.dtype == torch.float32:
+            return _OF_FLOAT32
+        return tile._replace(stages=1) if self.width * self.dtype.itemsize > _WIDE else tile
 
     def options(self, tile: EvoformerTile) -> dict[str, int | bool]:
         """Constants of a kernel."""
@@ -261,11 +272,11 @@ def forward(
     it = _Launch(query, key, mask, pairs)
     out = torch.empty_like(query)
     top, inverse = (query.new_empty(it.samples, it.rows, it.heads, it.queries, dtype=torch.float32) for _ in range(2))
+    tile = it.tile(FORWARD)
     if out.numel():
         launch(
-            _forward, it.over(it.queries, FORWARD.queries),
-            query, key, value, *it.biases, out, top, inverse, it.rows, *it.sizes,
-            PAIRS=it.paired, **it.options(FORWARD),
+            _forward, it.over(it.queries, tile.queries),
+            query, key, value, *it.biases, out, top, inverse, it.rows, *it.sizes, PAIRS=it.paired, **it.options(tile),
         )  # fmt: skip
     return out, top, inverse
 
@@ -283,14 +294,16 @@ def backward(
     if not (query.numel() and key.numel()):
         zeros = (None if not want else torch.zeros_like(bias) for want, bias in zip(wanted, it.biases, strict=True))
         return *(each.zero_() for each in (dq, dk, dv)), *zeros
+    tile = it.tile(OF_QUERIES)
     launch(
-        _of_queries, it.over(it.queries, OF_QUERIES.queries),
-        *inputs, out, grad, top, inverse, dots, dq, it.rows, *it.sizes, PAIRS=it.paired, **it.options(OF_QUERIES),
+        _of_queries, it.over(it.queries, tile.queries),
+        *inputs, out, grad, top, inverse, dots, dq, it.rows, *it.sizes, PAIRS=it.paired, **it.options(tile),
     )  # fmt: skip
+    tile = it.tile(OF_KEYS)
     launch(
-        _of_keys, it.over(it.keys, OF_KEYS.keys),
+        _of_keys, it.over(it.keys, tile.keys),
         *inputs, grad, top, inverse, dots, dk, dv, dots if dmask is None else dmask, it.rows, *it.sizes,
-        PAIRS=it.paired, SUMS=dmask is not None, **it.options(OF_KEYS),
+        PAIRS=it.paired, SUMS=dmask is not None, **it.options(tile),
     )  # fmt: skip
     dpairs = _sum_of_pairs(it, inputs, (grad, top, inverse, dots)) if wanted[1] else None
     return dq, dk, dv, None if dmask is None else dmask.sum(2)[:, :, None, None], dpairs
@@ -298,7 +311,7 @@ def backward(
 
 def _sum_of_pairs(it: _Launch, inputs: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> Tensor:
     """Programs share the rows until every processor has some."""
-    pairs, tile = inputs[-1], OF_PAIRS
+    pairs, tile = inputs[-1], it.tile(OF_PAIRS)
     tiles = it.samples * it.heads * cdiv(it.queries, tile.queries) * cdiv(it.keys, tile.keys)
     each = cdiv(it.rows, cdiv(programs(pairs.device, tiles * it.rows, per_unit=8), tiles))
     parts = cdiv(it.rows, each)
