@@ -1,4 +1,4 @@
-"""`Sequence`: the tokens of one continuation, how far the cache holds them, and in which blocks; `Token`: one of them."""
+"""`Sequence`: the tokens of one continuation, and the blocks that hold them; `Token`: one that became known."""
 
 from __future__ import annotations
 
