@@ -19,7 +19,7 @@ from deepspeed.log import logger
 _MOST_GRAPHS = 96
 _TOKENS = (64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 """Padded sizes of steps with prompts; larger ones are not captured."""
-_SEQUENCES = (16, 128, 512, 1024)
+_SEQUENCES = (16, 128, 256, 512, 1024)
 _MKL_ROWS = 16
 _GUESSED = 8
 """Queries of a sequence in a step that verifies guesses, at most."""
