@@ -23,6 +23,7 @@ from deepspeed.linear import (
     save_adapters,
 )
 from deepspeed.memory.host import HOST_STORAGES
+from deepspeed.pipe import PipelineModule
 from deepspeed.zero import GatheredParameters
 from tests.closeness import Training, assert_same_training
 from tests.covering import pairs
@@ -234,6 +235,10 @@ def test_what_does_not_fit():
                 "optimizer": {"type": "AdamW"},
             },
         )
+    with Init(LoRAConfig(base_weight_sharding=2, target_mods=[""])):
+        stages = PipelineModule([nn.Linear(WIDTH, WIDTH)] * 2, num_stages=2, loss_fn=nn.MSELoss())
+    with pytest.raises(UsageError, match=r"base_weight_sharding is 2, so that the ranks \[0, 1\] share"):
+        engine_of(stages, 0)
     with deepspeed.zero.Init():
         cut = Net()
     with pytest.raises(UsageError, match=r"the weight \(32, 32\) is sharded by zero.Init"):
