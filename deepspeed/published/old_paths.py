@@ -433,6 +433,7 @@ REMOVED: dict[str, str] = {
 }
 
 _TORCHAO = "torchao and PEFT quantise models, and engines of this library train them"
+_MOQ = "the section quantize_training rounds weights while they train, by deepspeed.compression.utils"
 _SCHEDULE = "engine.compile() takes a schedule, and docs/compile.md describes it"
 _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 
@@ -440,13 +441,12 @@ _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 COMING: dict[str, str] = {
     "deepspeed.compile.constants": _SCHEDULE,
     "deepspeed.compile.list_schedule": _SCHEDULE,
-    "deepspeed.compile.passes.offload_adam_states": "use zero_optimization.offload_optimizer",
     "deepspeed.compile.passes.sp_compile": "use sequence_parallel_size",
     "deepspeed.compile.z3_eager_fallback": _SCHEDULE,
     "deepspeed.runtime.compression": _TORCHAO,
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,
-    "deepspeed.runtime.quantize": _TORCHAO,
+    "deepspeed.runtime.quantize": _MOQ,
     "deepspeed.runtime.rollout.continuous_batching": "engine.generate runs a schedule of its own",
     "deepspeed.runtime.rollout.opsd": "compute the loss from the logits of both models",
-    "deepspeed.runtime.weight_quantizer": _TORCHAO,
+    "deepspeed.runtime.weight_quantizer": "deepspeed.linear and init_inference(quant=...) let weights rest in few bits",
 }
