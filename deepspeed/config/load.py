@@ -113,6 +113,7 @@ def load(source: ConfigSource | RawConfig, *, partial: bool = False) -> Loaded:
     working, _ = read(raw)
     moved, wrong = renamed.apply(working)
     found = clean(working, Schema)
+    _imply(found.data)
     problems = [ConfigProblem(path, text) for path, text in wrong] + found.problems
     problems += _check_params(found)
     if not partial:
@@ -137,6 +138,16 @@ def load(source: ConfigSource | RawConfig, *, partial: bool = False) -> Loaded:
         {move.new: move.old for move in moved},
         tuple(found.autos) if partial else (),
     )
+
+
+def _imply(data: dict[str, Any]) -> None:
+    """`compile.offload_parameters` is the offload of parameters that ZeRO stage 3 has."""
+    graphs, zero = data.get("compile"), data.get("zero_optimization")
+    if not isinstance(graphs, dict) or not isinstance(zero, dict):
+        return
+    asked = graphs.get("deepcompile") is True and graphs.get("offload_parameters") is True
+    if asked and zero.get("stage") == 3 and zero.get("offload_param") is None:
+        zero["offload_param"] = {"device": "cpu"}
 
 
 def _is_strict(found: Findings) -> bool:

@@ -311,14 +311,21 @@ def _deep_compile(config: Schema) -> Iterator[str]:
         "sequence_parallel_size": (config.sequence_parallel_size or 1) > 1,
         "sparse_gradients": config.sparse_gradients,
         "zero_optimization.zenflow": zero.zenflow is not None,
-        "zero_optimization.offload_param": zero.offloads_parameters,
         "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
         "zero_optimization.zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
         "memory.device": config.memory.device is not None,
+        "zero_optimization.offload_optimizer and compile.offload_opt_states": (
+            config.compile.offload_opt_states and zero.offloads_optimizer
+        ),
         "verify, which looks at gradients by hooks": config.verify.every is not None,
     }
     if found := _names(others):
         yield f"compile.deepcompile: does not work with {found}; give one of them"
+    if config.compile.offload_parameters and not zero.offloads_parameters:
+        yield (
+            "compile.offload_parameters: only parameters that ranks share can wait in host memory; set "
+            "zero_optimization.stage to 3 and leave offload_param.device at cpu, or turn it off"
+        )
 
 
 _RULES = (
