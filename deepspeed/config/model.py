@@ -28,6 +28,8 @@ class NotBuilt:
     instead: str = "remove the key or turn it off"
     package: str = ""
     """The package of others that the feature is part of, by the name that is imported."""
+    plugins: str = ""
+    """The group of entry points in which a package may bring it, under the name of the key."""
 
 
 @dataclass(frozen=True)
