@@ -109,6 +109,11 @@ class BlockCodec:
         numbers.sum_parts(self.form, self.block, self.places(parts), messages, out)
 
     @lru_cache(512)  # noqa: B019 - codecs are few
+    def parts_bytes(self, parts: Parts) -> int:
+        """Bytes of the messages of parts."""
+        return sum(self.nbytes(length) for _, length in parts)
+
+    @lru_cache(512)  # noqa: B019 - codecs are few
     def places(self, parts: Parts) -> numbers.Places:
         """Where the codes and scales of parts lie in their message."""
         found, at = [], 0

@@ -92,7 +92,7 @@ class Slices:
     def nbytes(self, codec: BlockCodec) -> list[int]:
         """Bytes of the codes of each slice."""
         if self.alike:
-            return [sum(codec.nbytes(part.length) for part in self.parts[0])] * len(self.parts)
+            return [codec.parts_bytes(self.places)] * len(self.parts)
         return [sum(codec.nbytes(part.length) for part in parts) for parts in self.parts]
 
 
