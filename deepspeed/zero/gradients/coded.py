@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from logging import WARNING
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.comm import Pending
 from deepspeed.comm.codec import BlockCodec, Parts, block_codec
-from deepspeed.log import warn_once
+from deepspeed.log import log_dist, warn_once
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.gradients.reduction import (
     EvenShares,
@@ -258,10 +259,17 @@ class CodedReduction:
         return {"steps": torch.tensor(self.memory.steps), **self.memory.errors}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See `Reduction`; errors of another codec or other ranks are noticed where they are used."""
-        if self.memory is not None:
-            self.memory.errors = {key: value.clone() for key, value in state.items() if key != "steps"}
-            self.memory.steps = int(state.get("steps", torch.tensor(0)))
+        """See `Reduction`; errors of other shapes are noticed where they are used."""
+        if self.memory is None:
+            return
+        self.memory.errors = {key: value.clone() for key, value in state.items() if value.dtype == torch.uint8}
+        self.memory.steps = int(state.get("steps", torch.tensor(0)))
+        if "steps" not in state:
+            log_dist(
+                "zero_optimization.zeropp_loco_param: the checkpoint has no errors of codes for this number of ranks; "
+                "they begin anew, from zero",
+                level=WARNING,
+            )
 
     def close(self) -> None:
         if self.memory is not None:
