@@ -95,12 +95,6 @@ UNBUILT: tuple[Feature, ...] = (
         conditional=True,
     ),
     Feature(
-        "zero_optimization.mics_hierarchical_params_gather",
-        "gathers of MiCS in two steps",
-        lambda c: c.zero_optimization.mics_hierarchical_params_gather and c.zero_optimization.mics_shard_size > 0,
-        conditional=True,
-    ),
-    Feature(
         "expert_parallel",
         "spread experts together with divided sequences (tensor_parallel.sequence_parallel)",
         lambda c: c.expert_parallel.enabled and c.axis_sizes["tp"] > 1 and c.tensor_parallel.sequence_parallel,

@@ -67,7 +67,7 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 BUCKETS, LOGITS, WORKSPACE = "buckets", "logits", "workspace"
 _POINTS = 400  # of the curve of a step
 KINDS = (
-    *("parameters", GATHERED, "gradients", "masters", "moments", "buffers of the model"),
+    *("parameters", GATHERED, "copies of neighbours", "gradients", "masters", "moments", "buffers of the model"),
     *(BUCKETS, ACTIVATIONS, LOGITS, WORKSPACE),
 )
 """Of memory on the device, in the order in which they are shown."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from deepspeed import comm
 from deepspeed.data.random_ltd import join_layers
+from deepspeed.zero import interface as zero
 
 # the names of keys, which are those of methods
 _OF_CONFIG = """
@@ -128,6 +129,10 @@ FACTS: dict[str, Callable[[Any], Any]] = {
     "scale_wrt_gas": lambda engine: True,
     "seq_dp_world_size": lambda engine: engine._parts.layout.samples.size,
     "sequence_parallel_size": lambda engine: engine._parts.layout.sequence.size,
+    "sparse_all_gather": lambda engine: zero.sparse_all_gather,
+    "sparse_allreduce": lambda engine: zero.sparse_allreduce,
+    "sparse_allreduce_bucket": lambda engine: zero.sparse_allreduce_bucket,
+    "sparse_allreduce_no_retain": lambda engine: zero.sparse_allreduce_no_retain,
     "world_size": lambda engine: comm.get_world_size(),
 }
 

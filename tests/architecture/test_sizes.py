@@ -37,6 +37,8 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/ops/adam/__init__.py::__init__": "the public signature, and one option of ours",
     "deepspeed/ops/lamb/__init__.py::__init__": "the public signature",
     "deepspeed/ops/muon/muon.py::muon_update": "the public signature",
+    "deepspeed/ops/quantizer/quantizer.py::loco_quantized_reduction": "the public signature",
+    "deepspeed/ops/quantizer/quantizer.py::loco_swizzle_quant": "the public signature",
     "deepspeed/ops/onebit/adam.py::__init__": "the public signature",
     "deepspeed/ops/onebit/lamb.py::__init__": "the public signature",
     "deepspeed/ops/onebit/zoadam.py::__init__": "the public signature",

@@ -87,6 +87,89 @@ def dequantize(
     return dequantize_fp32(quantized_data, params, groups, num_bits, quant_type).half()
 
 
+def swizzle_quant(
+    input_vals: Tensor,
+    groups: int,
+    num_bits: int,
+    quant_type: QuantizationType,
+    pipeline_size: int,
+    nodes: int,
+    devices_per_node: int,
+) -> tuple[Tensor, Tensor]:
+    """As `quantize`, of chunks for the devices of nodes, brought from the order of nodes to that of places in them.
+
+    Each of `pipeline_size` parts by itself.
+    """
+    return quantize(_swizzled(input_vals, pipeline_size, nodes, devices_per_node), groups, num_bits, quant_type)
+
+
+def loco_swizzle_quant(
+    input_vals: Tensor,
+    error_feedback: Tensor,
+    err_beta: float,
+    groups: int,
+    num_bits: int,
+    quant_type: QuantizationType,
+    pipeline_size: int,
+    nodes: int,
+    devices_per_node: int,
+) -> tuple[Tensor, Tensor]:
+    """As `swizzle_quant` of the sum with what was lost before; `error_feedback`, as swizzled, follows in place."""
+    wide = _swizzled(input_vals, pipeline_size, nodes, devices_per_node).float()
+    return _fed_back(wide, error_feedback, err_beta, groups, num_bits, quant_type)
+
+
+def quantized_reduction(
+    input_vals: Tensor,
+    input_scales: Tensor,
+    in_groups: int,
+    out_groups: int,
+    num_bits: int,
+    quant_type: QuantizationType,
+    devices_per_node: int,
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the mean of equal parts of `input_vals`, one from each device of a node."""
+    wide = dequantize_fp32(input_vals.view(-1), input_scales, in_groups, num_bits, quant_type)
+    return quantize(wide.view(devices_per_node, -1).mean(0), out_groups, num_bits, quant_type)
+
+
+def loco_quantized_reduction(
+    input_vals: Tensor,
+    input_scales: Tensor,
+    error_feedback: Tensor,
+    err_beta: float,
+    in_groups: int,
+    out_groups: int,
+    num_bits: int,
+    quant_type: QuantizationType,
+    devices_per_node: int,
+) -> tuple[Tensor, Tensor]:
+    """As `quantized_reduction` of the sum with what was lost before; `error_feedback` follows in place."""
+    wide = dequantize_fp32(input_vals.view(-1), input_scales, in_groups, num_bits, quant_type)
+    mean = wide.view(devices_per_node, -1).mean(0)
+    return _fed_back(mean, error_feedback, err_beta, out_groups, num_bits, quant_type)
+
+
+def _swizzled(values: Tensor, parts: int, nodes: int, devices: int) -> Tensor:
+    if values.numel() % (parts * nodes * devices):
+        raise UsageError(
+            f"swizzle_quant: {values.numel()} elements are not equal chunks for pipeline_size {parts} times nodes "
+            f"{nodes} times devices_per_node {devices}"
+        )
+    return values.reshape(parts, nodes, devices, -1).transpose(1, 2).reshape(-1)
+
+
+@torch.no_grad()
+def _fed_back(
+    wide: Tensor, error: Tensor, beta: float, groups: int, bits: int, quant_type: QuantizationType
+) -> tuple[Tensor, Tensor]:
+    wide = wide + error.view(-1)
+    codes, params = quantize(wide, groups, bits, quant_type)
+    lost = wide - dequantize_fp32(codes, params, groups, bits, quant_type)
+    error.copy_((beta * error.view(-1) + (1 - beta) * lost).view(error.shape))
+    return codes, params
+
+
 class CUDAQuantizer:
     """Weights in 8 bits with a scale for at most `target_group_size` neighbours, on any device."""
 
