@@ -24,7 +24,7 @@ from deepspeed.compile.backend import GraphCompiler, GraphFacts
 from deepspeed.compile.contracts import CompilePass, PassRegistry, PassSchedule
 from deepspeed.compile.graph import GraphParameter, PassLimits
 from deepspeed.compile.operations import dismiss, enrol
-from deepspeed.config.compile import CompileConfig
+from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import log_dist, log_dist_once
 from deepspeed.runtime.backward import runs_in_backward
@@ -46,9 +46,13 @@ def default_schedule(stage: int, *, roomy: bool) -> list[tuple[int, list[str]]]:
     return [(0, always), (_WARM_UP, [*always, "selective_gather"])] if roomy else [(0, always)]
 
 
-def asked_passes(section: CompileConfig) -> list[str]:
+def asked_passes(schema: Schema) -> list[str]:
     """The passes that keys of the config ask for."""
-    keys = {"offload_adam_states": section.offload_opt_states, "offload_activation": section.offload_activation}
+    keys = {
+        "autotp_compile": schema.tensor_parallel.autotp_size > 1,
+        "offload_adam_states": schema.compile.offload_opt_states,
+        "offload_activation": schema.compile.offload_activation,
+    }
     return [name for name, asked in keys.items() if asked]
 
 
@@ -360,6 +364,7 @@ def deep_compile(
             "false",
             path="compile.deepcompile",
         )
-    asked = asked_passes(parts.config.schema.compile)
-    entries = schedule or default_schedule(stage, roomy=not asked)
-    return DeepCompile(parts, backend, options, registry.schedule(entries, stage, asked), step)
+    schema = parts.config.schema
+    roomy = not (schema.compile.offload_opt_states or schema.compile.offload_activation)
+    entries = schedule or default_schedule(stage, roomy=roomy)
+    return DeepCompile(parts, backend, options, registry.schedule(entries, stage, asked_passes(schema)), step)
