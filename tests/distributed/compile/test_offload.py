@@ -43,7 +43,7 @@ def watched(seen, found, backend):
     return each
 
 
-@ranks(2)
+@ranks(2, compiles=True)
 def test_states_and_activations():
     """With a limit of one byte every saved activation but the last one leaves."""
     everything = keys("offload_opt_states", "offload_activation", gradient_accumulation_steps=2)
@@ -62,7 +62,7 @@ def test_states_and_activations():
             assert any(captured.away for captured in graphs(seen[-1]))
 
 
-@ranks(2)
+@ranks(2, compiles=True)
 def test_parameters_and_early_freeing():
     config = keys("offload_parameters", "free_activation")
     config["compile"]["free_activation_threshold"] = 1
