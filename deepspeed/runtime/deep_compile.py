@@ -88,8 +88,6 @@ class DeepCompile:
         """Graphs that have run."""
         self.states = StateOffload(parts)
         self.activations = ActivationsAway(parts)
-        self._saved = 0
-        """Bytes that graphs have saved for backward, without the one that runs."""
         self._in_backward = False
         self._shapes = WholeShapes(lambda: self._shards.values())
         module = parts.module
@@ -205,10 +203,10 @@ class DeepCompile:
         """Keep in mind what waits for backward."""
         outside, self._in_backward = self._in_backward, facts.backward
         if facts.backward:
-            self._saved = max(0, self._saved - facts.saved)
+            self.states.saved = max(0, self.states.saved - facts.saved)
         try:
             yield
-            self._saved += 0 if facts.backward else facts.saved
+            self.states.saved += 0 if facts.backward else facts.saved
         finally:
             self._in_backward = outside
             self.activations.settle()
@@ -303,7 +301,7 @@ class DeepCompile:
     def room(self, nbytes: int, *, wait: bool) -> None:
         """See [Note: room for activations]; states stay away until the last backward of a step."""
         returns = self._in_backward and self._parts.accumulation.at_boundary
-        self.states.hold(self._saved + nbytes, wait=wait, returns=returns)
+        self.states.hold(nbytes, wait=wait, returns=returns)
 
     def leave(self, saved: Tensor) -> None:
         """Forward has read a tensor for the last time that is saved for backward."""

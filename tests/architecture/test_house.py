@@ -25,6 +25,7 @@ REASONS: dict[str, str] = {
             *("offload_activation", "offload_adam_states"),
         )
     },
+    "deepspeed/compile/passes/autotp_compile.py": "a pass has a file",
     "deepspeed/checkpoint/universal_checkpoint.py": "published names",
     "deepspeed/elasticity/tool.py": "the program ds_elastic",
     "deepspeed/env_report.py": "a program by its published path",
