@@ -114,6 +114,8 @@ class SharedInput(Uncopied):
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The tensor inside the region."""
+        if torch.compiler.is_compiling():
+            return enter(tensor, self._axis)
         if tensor.is_inference():
             return tensor
         entered = self._known(tensor)
