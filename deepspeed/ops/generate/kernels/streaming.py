@@ -31,6 +31,10 @@ class ProductTile(NamedTuple):
     warps: int = 4
 
 
+LINES = tl.constexpr(8)
+"""Of 128 bytes that a program fetches of each row before it waits for what it multiplies."""
+
+
 @triton.jit
 def _times(w_ptr, w_row, x_ptr, x_row, first, rows, outs, begin, end, inner,
            OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
@@ -56,7 +60,7 @@ def ahead(w_ptr, w_row, first, outs, begin, end, inner, OUT: tl.constexpr, INNER
     """Bring the begin of a tile to the device's cache: a weight is there before what multiplies it."""
     line = tl.minimum(first + tl.arange(0, OUT), outs - 1).to(tl.int64)
     needed = (tl.minimum(end * INNER, inner) - begin * INNER) * (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    fetch_ahead(w_ptr + line * w_row + begin * INNER, needed, 2, PDL)
+    fetch_ahead(w_ptr + line * w_row + begin * INNER, needed, LINES, PDL)
 
 
 @triton.jit
