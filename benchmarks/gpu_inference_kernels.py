@@ -126,7 +126,6 @@ def attention_cases() -> Iterator[Case]:
 def row_tiles() -> tuple[Any, ...]:
     """Shapes of programs for one row, and of those for several."""
     from deepspeed.ops.generate.kernels.row import RowTile
-
     from deepspeed.ops.generate.kernels.streaming import ProductTile
 
     rows = (RowTile(*each) for each in itertools.product((4, 8, 16), (8, 16, 32), (4,)))
