@@ -9,7 +9,6 @@ from torch import Tensor
 
 from deepspeed.ops.generate.kernels.row import RowTile, row_sum
 from deepspeed.ops.generate.kernels.streaming import (
-    LINES,
     ProductTile,
     arrive,
     keep,
@@ -155,7 +154,8 @@ def _packed(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr,
     rows, inner, outs, x_row, w_row, groups, per_group, steps,
     MODE: tl.constexpr, BYTES: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-    PARTS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, LINES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     turn = tl.program_id(1)
@@ -268,7 +268,8 @@ def multiply(
         MODE=_MODES[packed.mode] if x_scale is None else 2,
         BYTES=UNIT * (8 if packed.mode == "fp8" else _MODES[packed.mode]) // 8,
         GROUPED=packed.group_size > 0, ZEROS=packed.zeros is not None, BIAS=bias is not None, PARTS=parts,
-        OUT=tile.out, ROWS=narrow, WHOLE=inner % UNIT == 0, num_warps=tile.warps, num_stages=tile.stages,
+        OUT=tile.out, ROWS=narrow, WHOLE=inner % UNIT == 0, LINES=tile.lines,
+        num_warps=tile.warps, num_stages=tile.stages,
         **overlaps(x.device),
     )  # fmt: skip
     return found
