@@ -32,6 +32,9 @@ PRELOAD_OURS = (
     *("deepspeed.accelerator.cpu", "deepspeed.accelerator.cuda", "deepspeed.launcher.runner"),
 )
 
+# Loaded for the first test that compiles, and kept.
+COMPILER = ("torch._inductor.compile_fx", "torch._dynamo.backends.debugging")
+
 
 @dataclass
 class Rank:
@@ -64,6 +67,8 @@ def serve(connection: Connection) -> None:
             job: Job = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        if job.compiles:
+            load(*COMPILER)
         connection.send_bytes(pickle.dumps(run(job)))
 
 
@@ -200,14 +205,19 @@ def find(job: Job) -> Any:
     return target
 
 
+def load(*names: str) -> None:
+    if any(name not in sys.modules for name in names):
+        for name in names:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # no rank looks through a million objects that it did not make, nor copies their memory doing so
+
+
 def main(*further: str) -> None:
     """Load everything that ranks are to find loaded, then serve."""
-    for name in (*PRELOAD, *PRELOAD_OURS, *further):
-        importlib.import_module(name)
+    load(*PRELOAD, *PRELOAD_OURS, *further)
     sys.modules["torch"].set_num_threads(1)
     sys.modules["torch"].manual_seed(0)  # a process begins with a seed of its own: a test would fail once in a while
-    gc.collect()
-    gc.freeze()  # no rank looks through a million objects that it did not make, nor copies their memory by doing so
     serve(Connection(int(sys.argv[1])))
     os._exit(0)  # at once: taking libraries apart lasts, and some complain of what was frozen
 

@@ -107,7 +107,7 @@ class _Assembly:
         give_patterns(self.schema.sparse_attention, self.module, whole=self.kind.whole)
         self.precision = Precision.from_config(self.schema, sequence_size=self.layout.sequence.size)
         quantise_named(self.module, self.schema.weight_quantization)
-        settle(self.module, self.precision.param, self.layout.tensor.size)
+        settle(self.module, self.precision.param, self.layout)
         self.split = self._split()
         self.local_rank, self.device = rank_device()
         self.precision.require_device()

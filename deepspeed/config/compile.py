@@ -51,7 +51,8 @@ class CompileConfig(Section):
         NotBuilt("compilation around AutoEP layers"),
     )
     free_activation: bool = key(
-        False, "Whether large activations are freed early.", NotBuilt("DeepCompile's early freeing of activations")
+        False,
+        "Whether the backend eager frees large activations after their last use in backward; inductor always does.",
     )
     free_activation_threshold: PositiveCount = key(
         10 << 20,
@@ -59,12 +60,7 @@ class CompileConfig(Section):
         NoEffect("compile.free_activation is off", lambda c: not c.compile.free_activation),
     )
     offload_activation: bool = key(
-        False,
-        "Whether saved activations wait in host memory.",
-        NotBuilt(
-            "DeepCompile's offload of activations",
-            instead="use activation_checkpointing.cpu_checkpointing, or turn it off",
-        ),
+        False, "Whether activations of 5 MiB and more that are saved for backward wait in host memory."
     )
     offload_activation_pin_memory: bool = key(
         True,
@@ -73,16 +69,10 @@ class CompileConfig(Section):
     )
     offload_opt_states: bool = key(
         False,
-        "Whether optimizer states wait in host memory during forward and backward.",
-        NotBuilt(
-            "DeepCompile's offload of optimizer states",
-            instead="use zero_optimization.offload_optimizer, or turn it off",
-        ),
+        "Whether optimizer states wait in host memory during forward and backward, as far as activations need room.",
     )
     offload_parameters: bool = key(
-        False,
-        "Whether parameters wait in host memory.",
-        NotBuilt("DeepCompile's offload of parameters", instead="use zero_optimization.offload_param, or turn it off"),
+        False, "Whether parameters wait in host memory, as by zero_optimization.offload_param."
     )
     symmetric_memory: bool = key(
         False, "Whether gathers use symmetric memory.", NotBuilt("symmetric memory under DeepCompile")

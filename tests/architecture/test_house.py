@@ -20,7 +20,10 @@ REASONS: dict[str, str] = {
     "deepspeed/compile/inductor.py": "imported with inductor, which takes a while",
     **{
         f"deepspeed/compile/passes/{name}.py": "a published path"
-        for name in ("prefetch", "selective_gather", "zero1_compile", "zero2_compile", "zero3_compile")
+        for name in (
+            *("prefetch", "selective_gather", "zero1_compile", "zero2_compile", "zero3_compile"),
+            *("offload_activation", "offload_adam_states"),
+        )
     },
     "deepspeed/checkpoint/universal_checkpoint.py": "published names",
     "deepspeed/elasticity/tool.py": "the program ds_elastic",

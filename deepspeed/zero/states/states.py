@@ -118,6 +118,8 @@ class OptimizerStates:
         """The model runs compiled, where nobody looks whether a parameter is late."""
         self.absent = ""
         """What to say to whoever needs states that are elsewhere for a while."""
+        self.returning: Callable[[], None] | None = None
+        """Brings states back that are elsewhere for a while."""
 
     @property
     def copies(self) -> bool:
@@ -364,6 +366,8 @@ class OptimizerStates:
     def _finish(self) -> None:
         if self.absent:
             raise UsageError(self.absent)
+        if self.returning is not None:
+            self.returning()
         if self.away:
             self._afar.settle()
             for piece in self.away.values():
