@@ -19,7 +19,7 @@ from deepspeed.ops.fp8.quantise import SMALLEST, Quantized
 from deepspeed.ops.model.kernels.common import KINDS, act, cdiv
 from deepspeed.ops.precompile import launch
 
-WARPS, GATED_WARPS = 8, 8
+WARPS, SLOPES_WARPS = 8, 16
 _FORMS = {"row": 0, "strip": 1, "square": 2}
 _Place = tuple[Any, tuple[int, int], list[Tensor], Quantized, Sequence[Tensor]]
 """A kernel, its programs, what it reads, what it writes, and the largest magnitudes of rows and columns, if any."""
@@ -164,14 +164,14 @@ def round_groups(parts: Sequence[tuple[Tensor, Quantized]], dim: int, whole: Qua
 def gated_forward(both: Tensor, into: Quantized, kind: str, forms: Forms) -> None:
     """act(gate) · up in 8 bits, of gate and up side by side."""
     place = _gated_forward, _grid(_shape(into)), [both], into, _magnitudes(into, forms)
-    _launch([place], into, forms, GATED_WARPS, KIND=KINDS[kind])
+    _launch([place], into, forms, WARPS, KIND=KINDS[kind])
 
 
 def gated_backward(dy: Tensor, both: Tensor, into: Quantized, kind: str, forms: Forms) -> None:
     """The gradients of gate and of up in 8 bits, side by side as these are, in whole tiles."""
     down, right = _grid(dy.shape)
     place = _gated_backward, (2 * down, right), [dy, both], into, _magnitudes(into, forms)
-    _launch([place], into, forms, GATED_WARPS, KIND=KINDS[kind])
+    _launch([place], into, forms, SLOPES_WARPS, KIND=KINDS[kind])
 
 
 def _magnitudes(into: Quantized, forms: Forms) -> Sequence[Tensor]:
