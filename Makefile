@@ -86,8 +86,8 @@ types: venv
 	@$(BIN)/mypy
 
 unit: venv
-	@echo "==> tests"
-	@$(BIN)/python -m pytest -n 2 --dist worksteal tests
+	@echo "==> tests: all, but of products of three or more parameters covering samples"
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --pairs tests
 
 format: venv ## rewrite the sources in the project's format
 	@$(BIN)/ruff check --fix .

@@ -140,7 +140,7 @@ class RangeCodec:
         padded = pad(wide.unsqueeze(0), (0, -numel % self.block), mode="replicate").squeeze(0)
         blocks = padded.unflatten(1, (-1, self.block))
         middles = (blocks.amin(-1) + blocks.amax(-1)) / 2
-        self._middles(rows, numel).copy_(middles)
+        self.middles(rows, numel).copy_(middles)
         self.inner.encode(wide - self._spread(middles, numel), rows[:, self._begin(numel) :])
         return message
 
@@ -148,19 +148,20 @@ class RangeCodec:
         rows, numel = _rows(message), out.shape[-1]
         wide = out.new_empty(len(rows), numel, dtype=torch.float32)
         self.inner.decode(rows[:, self._begin(numel) :], wide)
-        return out.copy_(wide.add_(self._spread(self._middles(rows, numel), numel)).view(out.shape))
+        return out.copy_(wide.add_(self._spread(self.middles(rows, numel), numel)).view(out.shape))
 
     def decode_sum(self, messages: Tensor, out: Tensor) -> Tensor:
         numel = out.shape[-1]
         self.inner.decode_sum(messages[:, self._begin(numel) :], total := out.float())
-        return out.copy_(total.add_(self._spread(self._middles(messages, numel).sum(0, keepdim=True), numel)[0]))
+        return out.copy_(total.add_(self._spread(self.middles(messages, numel).sum(0, keepdim=True), numel)[0]))
 
     def _begin(self, numel: int) -> int:
         """Where the message of the block codec begins."""
         return _aligned(4 * self.scales(numel), _ALIGNED)
 
-    def _middles(self, rows: Tensor, numel: int) -> Tensor:
-        return rows[:, : 4 * self.scales(numel)].view(torch.float32)
+    def middles(self, message: Tensor, numel: int) -> Tensor:
+        """The middles of messages `[..., nbytes]`: a view, float32."""
+        return message[..., : 4 * self.scales(numel)].view(torch.float32)
 
     def _spread(self, middles: Tensor, numel: int) -> Tensor:
         return middles.repeat_interleave(self.block, -1)[:, :numel]

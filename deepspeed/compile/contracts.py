@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.compile.graph import StepGraph
+from deepspeed.compile.graph import GraphParameter, PassLimits, StepGraph
 from deepspeed.errors import DeepSpeedConfigError
 
 PassFunction = Callable[[StepGraph], None]
+ResidentChoice = Callable[[Iterable[GraphParameter], dict[int, int], PassLimits], None]
+"""Adds to the bytes of parameters, by number, that stay whole."""
 
 _MODULES = ("zero1_compile", "zero2_compile", "zero3_compile", "prefetch", "selective_gather")
 
@@ -43,6 +45,8 @@ class CompilePass:
     name: str
     function: PassFunction
     contract: PassContract
+    choose: ResidentChoice | None = None
+    """Does the same to graphs that are compiled already: in them, gathers of what is whole do nothing."""
 
 
 def _built_in() -> dict[str, CompilePass]:

@@ -173,8 +173,11 @@ def _validate(found: Findings, problems: list[ConfigProblem]) -> Schema | None:
 
 def _numbers_as_text(found: Findings, schema: Schema) -> Iterator[ConfigProblem]:
     """The keys at which text was read as a number or as true or false."""
-    for path, value in values_of(schema):
-        given = found.values.get(path)
+    texts = {path for path, given in found.values.items() if isinstance(given, (str, list))}
+    for path, value in values_of(schema) if texts else ():
+        if path not in texts:
+            continue
+        given = found.values[path]
         pairs = zip(given, value, strict=False) if isinstance(given, list) else [(given, value)]
         for text, number in pairs:
             spelled = isinstance(number, bool) or (isinstance(number, (int, float)) and from_text(text) is not None)

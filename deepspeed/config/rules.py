@@ -165,9 +165,9 @@ def one_bit_conflicts(config: Schema) -> str:
 
 
 def local_steps_conflict(config: Schema) -> str:
-    """What of a config does not work with steps that each rank takes alone, of all of its parameters; or empty."""
+    """Why ranks cannot take steps alone, which need all states of all parameters on each of them; or empty."""
     stage = int(config.zero_optimization.stage)
-    return f"zero_optimization.stage {stage}, which gives ranks parts of the states (use stage 0)" if stage else ""
+    return f"zero_optimization.stage {stage}, which gives ranks parts of the states" if stage else ""
 
 
 def _sparse(config: Schema) -> Iterator[str]:
@@ -182,8 +182,12 @@ def _one_bit(config: Schema) -> Iterator[str]:
     kind = config.optimizer.type
     if kind in ONE_BIT_OPTIMIZERS and (found := one_bit_conflicts(config)):
         yield f"optimizer.type: {kind}, whose ranks exchange signs of momenta, does not work with {found}"
-    if kind == "ZeroOneAdam" and (found := local_steps_conflict(config)):
-        yield f"optimizer.type: ZeroOneAdam, whose ranks take steps alone, does not work with {found}"
+    steps_alone = kind == "ZeroOneAdam" and config.optimizer.params.get("local_step_clipper") != 1
+    if steps_alone and (found := local_steps_conflict(config)):
+        yield (
+            f"optimizer.type: ZeroOneAdam, whose ranks take steps alone, does not work with {found}; use stage 0, or "
+            "optimizer.params.local_step_clipper 1, so that each step ends with an exchange"
+        )
     if kind == "OneBitLamb" and config.fp16.enabled and not config.fp16.dynamic:
         yield (
             "optimizer.type, fp16.loss_scale: OneBitLamb in fp16 needs a dynamic loss scale (0), found "

@@ -21,12 +21,12 @@ from deepspeed.fusion.equivalence import alike, attempt, overridden
 from deepspeed.fusion.recompute import recomputed_input
 from deepspeed.ops.model.rotary import rotary, rotary_reference
 from deepspeed.ops.precompile import forward_and_backward
+from deepspeed.transformers.attention import MASKS
 from deepspeed.transformers.replacement import TOKENS, Refused, Swap, put_forward, put_whole
 from deepspeed.transformers.source import copied, exchanged, innermost, tree_of
 
 Mask = Callable[..., Any]
 
-_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 _POSITIONS = "position_ids"
 
 
@@ -34,7 +34,7 @@ def find_packing(module: nn.Module) -> Swap | Refused | None:
     """How a model's mask is made; None for modules that make none, or that ask no question."""
     forward: Any = type(module).forward
     inner = innermost(type(module))
-    names = [name for name in _MASKS if name in getattr(inner, "__code__", find_packing.__code__).co_names]
+    names = [name for name in MASKS if name in getattr(inner, "__code__", find_packing.__code__).co_names]
     if not names or not _counts(inner):
         return None
     config = getattr(module, "config", None)

@@ -62,6 +62,7 @@ _FAMILIES = (
     "deepspeed.ops.generate.packed",
     "deepspeed.ops.generate.sampling",
     "deepspeed.ops.sparse_attention.attend",
+    "deepspeed.ops.evoformer",
 )
 
 

@@ -73,7 +73,6 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.zero.offload_config": "deepspeed.config.zero",
     "deepspeed.runtime.zero.tiling": "deepspeed.zero.public.tiling",
     "deepspeed.sequence.autosp_detector": "deepspeed.sequence.auto_sp",
-    "deepspeed.sequence.autosp_fusion": "deepspeed.sequence.auto_sp",
     "deepspeed.sequence.autosp_vit": "deepspeed.sequence.auto_sp",
     "deepspeed.utils.groups": "deepspeed.published.groups",
     "deepspeed.utils.init_on_device": "deepspeed.published.init_on_device",
@@ -171,23 +170,12 @@ SPLIT: dict[str, dict[str, str]] = {
         "set_autotp_mode": "deepspeed.tensor_parallel.model_init",
     },
     "deepspeed.module_inject.layers": {
-        **names_at(
-            "deepspeed.tensor_parallel.linear_modules",
-            "GatherReplacedLayerParams LinearAllreduce LinearLayer TensorParallel_Layer",
-        ),
+        "GatherReplacedLayerParams": "deepspeed.tensor_parallel.apply",
         "is_autotp_training_mode": "deepspeed.tensor_parallel.model_init",
         "set_autotp_mode": "deepspeed.tensor_parallel.model_init",
     },
     "deepspeed.module_inject.replace_module": {"replace_transformer_layer": "deepspeed.inference.modules"},
     "deepspeed.module_inject.replace_policy": {"HFGPT2LayerPolicy": "deepspeed.inference.modules"},
-    "deepspeed.module_inject.tp_shard": {
-        **names_at(
-            "deepspeed.published.tp_shard",
-            "get_n_embd get_num_attention_heads get_num_kv_heads get_shard_size get_shard_size_list set_n_embd "
-            "set_num_attention_heads set_num_kv_heads set_tp_grain_size",
-        ),
-        "AutoTPMeta": "deepspeed.tensor_parallel.linear_modules",
-    },
     "deepspeed.monitor.config": names_at(
         "deepspeed.config.monitor",
         "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig",
@@ -397,6 +385,10 @@ REMOVED: dict[str, str] = {
     "deepspeed.checkpoint.zero_checkpoint": "deepspeed.checkpoint.DeepSpeedCheckpoint reads such a folder",
     "deepspeed.comm.backend": "deepspeed.comm.torch.TorchBackend is the one backend",
     "deepspeed.comm.utils": "deepspeed.comm has get_rank, get_local_rank and get_world_size",
+    "deepspeed.data.indexed_dataset.*": (
+        "use MMapIndexedDataset and MMapIndexedDatasetBuilder; write datasets of the older form (TNTIDX) again"
+    ),
+    "deepspeed.elasticity.elastic_agent.DSElasticAgent": "deepspeed --elastic_training starts and restarts the ranks",
     "deepspeed.inference.v2.allocator": _FAMILIES,
     "deepspeed.inference.v2.inference_parameter": _FAMILIES,
     "deepspeed.inference.v2.inference_utils.*": _FAMILIES,
@@ -409,6 +401,7 @@ REMOVED: dict[str, str] = {
         "give init_inference replace_with_kernel_inject, or injection_policy with names of layers"
     ),
     "deepspeed.module_inject.tp_plan_converter": _SPLIT,
+    "deepspeed.module_inject.tp_shard": _SPLIT,
     "deepspeed.moe.ep_count": _EXPERTS,
     "deepspeed.moe.ep_experts": _EXPERTS,
     "deepspeed.moe.ep_kernels": _EXPERTS,
@@ -422,6 +415,7 @@ REMOVED: dict[str, str] = {
     "deepspeed.ops.op_builder.klxpu": _VENDORS,
     "deepspeed.ops.op_builder.supa": _VENDORS,
     "deepspeed.ops.triton_ops": "use deepspeed.HAS_TRITON",
+    "deepspeed.precision.loss_scaler.CreateLossScaler": "construct LossScaler or DynamicLossScaler",
     "deepspeed.runtime.checkpoint_engine.utils": "assign a CheckpointEngine of your own to engine.checkpoint_engine",
     "deepspeed.runtime.compiler": "use torch.compiler, or engine.compile()",
     "deepspeed.runtime.config.*": "read the attributes of deepspeed.DeepSpeedConfig",
@@ -436,6 +430,7 @@ REMOVED: dict[str, str] = {
     "deepspeed.runtime.zero.linear": "torch's Linear keeps no whole weight at stage 3; leave it as it is",
     "deepspeed.runtime.zero.mics.*": "deepspeed.initialize trains by zero_optimization.mics_shard_size",
     "deepspeed.runtime.zero.mics_utils": "engine.mics_shard_size() tells how many ranks share one set of shards",
+    "deepspeed.sequence.autosp_fusion": "insert the features of images before ranks divide the sequence",
     "deepspeed.sequence.cross_entropy.*": "set tensor_parallel.vocab_parallel_lm_head in the config",
     "deepspeed.sequence.layer.*": "use DistributedAttention, or sequence_parallel_size in the config",
     "deepspeed.sequence.linear_cross_entropy": "set sequence_parallel.tiled_loss in the config",
@@ -450,6 +445,7 @@ REMOVED: dict[str, str] = {
 }
 
 _TORCHAO = "torchao and PEFT quantise models, and engines of this library train them"
+_MOQ = "the section quantize_training rounds weights while they train, by deepspeed.compression.utils"
 _SCHEDULE = "engine.compile() takes a schedule, and docs/compile.md describes it"
 _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 
@@ -462,8 +458,8 @@ COMING: dict[str, str] = {
     "deepspeed.compile.z3_eager_fallback": _SCHEDULE,
     "deepspeed.runtime.compression": _TORCHAO,
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,
-    "deepspeed.runtime.quantize": _TORCHAO,
+    "deepspeed.runtime.quantize": _MOQ,
     "deepspeed.runtime.rollout.continuous_batching": "engine.generate runs a schedule of its own",
     "deepspeed.runtime.rollout.opsd": "compute the loss from the logits of both models",
-    "deepspeed.runtime.weight_quantizer": _TORCHAO,
+    "deepspeed.runtime.weight_quantizer": "deepspeed.linear and init_inference(quant=...) let weights rest in few bits",
 }

@@ -21,13 +21,14 @@ from torch.autograd.graph import get_gradient_edge
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.backend import GraphCompiler, GraphFacts
-from deepspeed.compile.contracts import PassRegistry, PassSchedule
+from deepspeed.compile.contracts import CompilePass, PassRegistry, PassSchedule
 from deepspeed.compile.graph import GraphParameter, PassLimits
 from deepspeed.compile.operations import dismiss, enrol
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import log_dist, log_dist_once
 from deepspeed.runtime.backward import runs_in_backward
 from deepspeed.runtime.parts import Parts
+from deepspeed.transformers.attention import masks_in_python
 from deepspeed.zero.interface import Shard, WholeShapes, gather, shard_of
 
 BACKENDS = ("inductor", "eager")
@@ -81,6 +82,8 @@ class DeepCompile:
         module._compiled_call_impl = self._call
         parts.resources.callback(dismiss, self.handle)
         parts.resources.callback(setattr, module, "_compiled_call_impl", before)
+        for undo in masks_in_python(module):
+            parts.resources.callback(undo)
 
     @property
     def seconds(self) -> float:
@@ -122,8 +125,12 @@ class DeepCompile:
         """The model, compiled with the passes that hold at this step."""
         entry = self._schedule.begin(self._step())
         if self._compiled is None or entry != self._entry:
+            before, passes = self._schedule.entries.get(self._entry, ()), self._schedule.entries[entry]
             self._entry, self.limits = entry, self._measure()
-            passes = self._schedule.entries[entry]
+            added = passes[len(before) :]
+            if self._compiled is not None and before == passes[: len(before)] and all(each.choose for each in added):
+                self._choose(added)
+                return self._compiled
             self.compilers.append(GraphCompiler(self, self._backend, passes, log=self._section.debug_log))
             module = self._parts.module
 
@@ -133,6 +140,14 @@ class DeepCompile:
             self._compiled = torch.compile(call, backend=self.compilers[-1], **self._options)
             log_dist(f"DeepCompile from step {entry} on: {', '.join(each.name for each in passes)}")
         return self._compiled
+
+    def _choose(self, added: Sequence[CompilePass]) -> None:
+        """Passes that come to those of the graphs there are, which stay as they are."""
+        graphs = self.compilers[-1].captured
+        found = [each for captured in graphs for each in captured.parameters.values()]
+        for each in added:
+            assert each.choose is not None, "it changes no graph"
+            each.choose(found, self.resident, self.limits)
 
     def _measure(self) -> PassLimits:
         """What passes may use from now on."""

@@ -244,8 +244,8 @@ class StateBuilder:
         others = [one_bit_conflicts(self.schema)]
         if self.measure.lies_on is not None:
             others.append("experts that lie on several ranks")
-        if sharded and kind is ZeroOneAdam:
-            others.append(local_steps_conflict(self.schema))
+        if sharded and isinstance(optimizer, ZeroOneAdam) and optimizer.local_step_clipper != 1:
+            others.append(f"{local_steps_conflict(self.schema)} (use stage 0, or local_step_clipper 1)")
         if sharded and any("exp_avg_mask" in group for group in optimizer.param_groups):
             others.append("exp_avg_mask at zero_optimization.stage 1 to 3, where ranks have parts of parameters")
         if found := ", ".join(filter(None, others)):

@@ -8,6 +8,7 @@ from deepspeed.zero.parameters import gather as gather
 from deepspeed.zero.parameters.coded import RestingWeights as RestingWeights
 from deepspeed.zero.parameters.data import plain_data as plain_data
 from deepspeed.zero.parameters.data import writes as writes
+from deepspeed.zero.parameters.near import check_size as check_size
 from deepspeed.zero.parameters.nested_tensors import tensors_in as tensors_in
 from deepspeed.zero.parameters.shapes import WholeShapes as WholeShapes
 from deepspeed.zero.parameters.shard import Shard as Shard

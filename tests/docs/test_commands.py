@@ -17,7 +17,7 @@ from benchmarks.cases import discover
 from deepspeed.bench import ds_bench
 from deepspeed.config.__main__ import main as look_at_config
 from deepspeed.data.__main__ import main as look_at_data
-from deepspeed.data.indexed_dataset import make_builder
+from deepspeed.data.indexed_dataset import MMapIndexedDatasetBuilder
 from deepspeed.inference.server import cli as serve_cli
 from deepspeed.io import ds_io, ds_nvme_tune
 from deepspeed.io.ds_nvme_tune import SWEEP
@@ -207,7 +207,7 @@ def test_what_routers_did(command, tmp_path, monkeypatch, capsys):
 
 def test_data(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    builder = make_builder("corpus.bin", impl="mmap", vocab_size=100)
+    builder = MMapIndexedDatasetBuilder("corpus.bin", dtype="uint16")
     for length in (3, 5, 2):
         builder.add_item(torch.arange(length))
         builder.end_document()

@@ -92,7 +92,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, pattern: BlockPattern, bia
 def _compiled() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, fullgraph=True)  # uncompiled it would hold all scores
 
 
 @implements("sparse_attention", name="flex", requires=has_triton & on_cuda, rank=20)

@@ -99,6 +99,12 @@ class SignReduction:
             momentum.lerp_(gradient_of(param), 1 - group["betas"][0])
         self.sign_mean({param: momentum for _, param, momentum in members})
 
+    def mean_gradients(self, settled: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """See `MomentumExchange`."""
+        gradients = {param: gradient_of(param).to(torch.float32, copy=True) for param in settled}
+        self.sign_mean(gradients)
+        return gradients
+
     def over_pieces(self, params: Sequence[Tensor], rows: Tensor, *, largest: bool) -> Tensor:
         """See `MomentumExchange`; a parameter is one piece."""
         return rows

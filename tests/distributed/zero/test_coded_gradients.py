@@ -135,13 +135,13 @@ def test_trains_like_uncoded(stage, monkeypatch):
         options = {"accumulation": accumulation, "clip": clip}
         away = {} if offload == "none" else {"offload_optimizer": {"device": offload}}
         plain = engine_of(stage, precision, **options, **away)
-        expected = losses(plain, steps=3)
+        expected = losses(plain, steps=2)
         plain.destroy()
         near = {"zero_hpz_partition_size": 2} if stage == 3 else {}
         zero = {"zero_quantized_gradients": True, "zero_quantized_weights": weights, **near, **away}
         zero["zeropp_loco_param"] = LOCO if loco else None
         engine = engine_of(stage, precision, **options, **zero)
-        before, found = whole(engine), losses(engine, steps=3)
+        before, found = whole(engine), losses(engine, steps=2)
         assert not torch.equal(found, expected), "nothing was rounded"
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
         assert not torch.equal(whole(engine), before)
@@ -276,7 +276,7 @@ def test_experts_and_tensor_parallel_layers(monkeypatch):
                 config["tensor_parallel"] = {"autotp_size": tensor, **layers}
             engine = deepspeed.initialize(model=model, config=config)[0]
             found = []
-            for step in range(4):
+            for step in range(3):
                 made = torch.Generator().manual_seed(10 * step + dist.get_rank() // tensor)
                 x = torch.randn(12, 8 if tensor == 1 else 64, generator=made)
                 loss = engine(x) if tensor == 1 else engine(x).square().mean()

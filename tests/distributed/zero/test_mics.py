@@ -83,26 +83,25 @@ def test_copies_are_summed_once_per_step():
 
 @ranks(4)
 def test_files_have_one_copy_and_load_at_any_size(tmp_path):
-    for stage in (1, 3):
-        for kind in ("deepspeed", "safetensors"):
-            folder = tmp_path / f"{stage}{kind}"
-            engine = engine_of(stage, checkpoint={"format": kind})
-            step(engine)
-            engine.save_checkpoint(str(folder), tag="one")
-            names = [path.name for path in (folder / "one").iterdir()]
-            assert sum("optim_states" in name or name.startswith("fragments_") for name in names) == 2, names
-            assert sum("rank_state" in name or "optim_states" in name for name in names) == 4, names
-            step(engine, seed=2)
-            expected = whole(engine)
-            engine.destroy()
-            for size, other in ((2, stage), (-1, 2), (4, 3)):
-                loaded = engine_of(other, model=make(seed=7), shard_size=size, checkpoint={"format": kind})
-                loaded.load_checkpoint(str(folder))
-                step(loaded, seed=2)
-                for name, value in whole(loaded).items():
-                    torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
-                assert same_on_all(loaded)
-                loaded.destroy()
+    for stage, kind in ((1, "safetensors"), (3, "deepspeed")):
+        folder = tmp_path / f"{stage}{kind}"
+        engine = engine_of(stage, checkpoint={"format": kind})
+        step(engine)
+        engine.save_checkpoint(str(folder), tag="one")
+        names = [path.name for path in (folder / "one").iterdir()]
+        assert sum("optim_states" in name or name.startswith("fragments_") for name in names) == 2, names
+        assert sum("rank_state" in name or "optim_states" in name for name in names) == 4, names
+        step(engine, seed=2)
+        expected = whole(engine)
+        engine.destroy()
+        for size, other in ((2, stage), (-1, 2), (4, 3)):
+            loaded = engine_of(other, model=make(seed=7), shard_size=size, checkpoint={"format": kind})
+            loaded.load_checkpoint(str(folder))
+            step(loaded, seed=2)
+            for name, value in whole(loaded).items():
+                torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+            assert same_on_all(loaded)
+            loaded.destroy()
 
 
 @ranks(4)

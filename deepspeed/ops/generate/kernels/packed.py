@@ -19,7 +19,7 @@ from deepspeed.ops.generate.kernels.streaming import (
     together,
 )
 from deepspeed.ops.generate.packed_weight import UNIT, PackedWeight
-from deepspeed.ops.model.kernels.common import after_others, cdiv, next_power, overlaps
+from deepspeed.ops.model.kernels.common import after_others, cdiv, fetch_ahead, next_power, overlaps
 from deepspeed.ops.precompile import launch
 
 _MODES = {"w8a16": 8, "w4a16": 4, "wf6af16": 6, "fp8": 1}
@@ -81,7 +81,10 @@ def _unit(
         else:
             w = tl.load(w_at[:, None] + at, mask=at < inner - column, other=0.0)
         x = _x(x_ptr, x_row, row, rows, column, inner, 128, WHOLE)
-        return tl.dot(w.to(type), x, total)  # of MODE 2 both are of 8 bits
+        if MODE == 1:  # float16, which 8-bit floats become faster than bfloat16
+            x = tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+            w = w.to(tl.float16)
+        return tl.dot(w, x, total)  # of MODE 2 both are of 8 bits
     elif MODE == 8:
         w = tl.load(w_at[:, None] + tl.arange(0, 128)[None, :])
         w = (w ^ 128).to(tl.int8, bitcast=True).to(type)
@@ -116,7 +119,6 @@ def _packed(
     MODE: tl.constexpr, BYTES: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
     PARTS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(PDL)
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     turn = tl.program_id(1)
     first, top = tile * OUT, turn * ROWS
@@ -125,6 +127,9 @@ def _packed(
     w_at = w_ptr + line.to(tl.int64) * w_row
     begin = part * steps
     end = tl.minimum(begin + steps, tl.cdiv(inner, 128))
+    needed = (end - begin) * BYTES if WHOLE else 0  # else a row may end before its last unit does
+    fetch_ahead(w_at + begin * BYTES, needed, 2, PDL)
+    after_others(PDL)
     total = tl.zeros((OUT, ROWS), dtype=tl.float32)
     offset: tl.constexpr = 128.0 if MODE == 8 else 0.0
     group = line * groups + (begin // per_group if GROUPED else 0)
@@ -169,10 +174,12 @@ def _packed_row(
     KIND: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
     OUT: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(PDL)
     out = tl.program_id(0) * OUT + tl.arange(0, OUT)
     line = tl.minimum(out, outs - 1)
     w_ptr = w_ptr.to(tl.pointer_type(tl.int32 if KIND == 4 else tl.int64 if KIND == 8 else tl.uint8))
+    needed = w_row * (4 if KIND == 4 else 8 if KIND == 8 else 1) if WHOLE else 0
+    fetch_ahead(w_ptr + line.to(tl.int64) * w_row, needed, 128 // OUT, PDL)
+    after_others(PDL)
     total = row_sum(
         x_ptr, w_ptr, scales_ptr, zeros_ptr, line, inner, w_row, groups, per_group, KIND, ZEROS, WHOLE, OUT, UNITS
     )

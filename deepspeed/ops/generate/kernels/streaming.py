@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.model.kernels.common import KINDS, act, after_others, cdiv, next_power, overlaps
+from deepspeed.ops.model.kernels.common import KINDS, act, after_others, cdiv, fetch_ahead, next_power, overlaps
 from deepspeed.ops.precompile import launch
 
 
@@ -49,6 +49,14 @@ def _times(w_ptr, w_row, x_ptr, x_row, first, rows, outs, begin, end, inner,
             x = tl.load(x_at + step * INNER, mask=inside[:, None], other=0.0)
         total = tl.dot(w, x, total)
     return total
+
+
+@triton.jit
+def ahead(w_ptr, w_row, first, outs, begin, end, inner, OUT: tl.constexpr, INNER: tl.constexpr, PDL: tl.constexpr):
+    """Bring the begin of a tile to the device's cache: a weight is there before what multiplies it."""
+    line = tl.minimum(first + tl.arange(0, OUT), outs - 1).to(tl.int64)
+    needed = (tl.minimum(end * INNER, inner) - begin * INNER) * (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    fetch_ahead(w_ptr + line * w_row + begin * INNER, needed, 2, PDL)
 
 
 @triton.jit
@@ -95,7 +103,6 @@ def _stream(
     B1: tl.constexpr, B2: tl.constexpr, B3: tl.constexpr, PARTS: tl.constexpr,
     OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(PDL)
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     w_ptr, w_row, outs, first, which = w1_ptr, w1_row, outs1, tile * OUT, 1
     if tile >= tiles2:
@@ -106,6 +113,8 @@ def _stream(
         y_ptr += rows * outs1
     begin = part * steps
     end = tl.minimum(begin + steps, tl.cdiv(inner, INNER))
+    ahead(w_ptr, w_row, first, outs, begin, end, inner, OUT, INNER, PDL)
+    after_others(PDL)
     total = _times(w_ptr, w_row, x_ptr, x_row, first, rows, outs, begin, end, inner, OUT, INNER, ROWS, WHOLE)
     last = part >= 0
     if PARTS > 1:
@@ -129,10 +138,12 @@ def _stream_gated(
     B1: tl.constexpr, B2: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr,
     OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(PDL)
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     first, begin = tile * OUT, part * steps
     end = tl.minimum(begin + steps, tl.cdiv(inner, INNER))
+    ahead(gate_ptr, gate_row, first, outs, begin, end, inner, OUT, INNER, PDL)
+    ahead(up_ptr, up_row, first, outs, begin, end, inner, OUT, INNER, PDL)
+    after_others(PDL)
     out, row, at = first + tl.arange(0, OUT), tl.arange(0, ROWS), tl.arange(0, INNER)
     line = tl.minimum(out, outs - 1).to(tl.int64)[:, None]
     gate_at, up_at = gate_ptr + line * gate_row + at[None, :], up_ptr + line * up_row + at[None, :]

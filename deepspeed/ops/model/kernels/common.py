@@ -64,6 +64,25 @@ def after_others(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+_PIECE = tl.constexpr(512)
+
+
+@triton.jit
+def fetch_ahead(rows, needed, PIECES: tl.constexpr, PDL: tl.constexpr):
+    """Bring the begin of these rows [rows], of which so many bytes are needed, to the device's cache.
+
+    Before `after_others` this reads memory while what was launched before computes.
+    """
+    if PDL:
+        piece = tl.arange(0, PIECES)[None, :] * _PIECE
+        at = (rows.to(tl.int64) & -16)[:, None] + piece
+        size = tl.minimum(needed - piece, _PIECE) & -16
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+            "=r,l,r", [at, size.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
 @triton.jit
 def raise_to(place_ptr, value):
     """Let the number be `value` at least. Most programs see that it is higher by now, and need not wait in line."""
