@@ -41,9 +41,11 @@ def _round(x: Tensor, scaling: str, turns: bool) -> tuple[Tensor, Tensor, Tensor
 
 @_round.register_fake
 def _(x: Tensor, scaling: str, turns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, turned = x.new_empty(x.shape, dtype=VALUES), x.shape[::-1]
-    columns = x.new_empty(turned if turns else (0,), dtype=VALUES)
-    return rows, columns, _scales(x, x.shape, scaling, "input", 0), _scales(x, turned, scaling, "input", 1)
+    rows, scale = x.new_empty(x.shape, dtype=VALUES), _scales(x, x.shape, scaling, "input", 0)
+    if not turns:
+        return rows, rows.new_empty(0), scale, torch.empty_like(scale)
+    turned = x.shape[::-1]
+    return rows, x.new_empty(turned, dtype=VALUES), scale, _scales(x, turned, scaling, "input", 1)
 
 
 def _scales(x: Tensor, shape: Sequence[int], scaling: str, role: str, layout: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Numbers rounded to 8 bits with many scales: one for each row, for 128 numbers of a row, or for a square of 128 × 128.
 
-Ops `fp8_groups`, and `fp8_gated` and `fp8_gated_slopes` for what feed-forward layers compute between their products.
+Op `fp8_groups`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepspeed.ops.fp8.quantise import SMALLEST, Quantized, rounded, turns
-from deepspeed.ops.model.gated import halves, halves_slopes
+from deepspeed.ops.model.rows import takes_rows
 from deepspeed.ops.registry import by_triton, op, reference
 
 SIDE = 128
@@ -34,20 +34,6 @@ def round_groups(
     """
     joined = [x.contiguous() for x in matrices]
     result: Quantized = op("fp8_groups")(joined, dim, dtype, forms, rows=rows, columns=columns)
-    return result
-
-
-def round_gated(both: Tensor, kind: str, dtype: torch.dtype, forms: Forms, *, columns: bool = True) -> Quantized:
-    """act(gate) · up of gate and up side by side, rounded; `kind` is that of the activation."""
-    result: Quantized = op("fp8_gated")(both, kind, dtype, forms, columns=columns)
-    return result
-
-
-def round_slopes(
-    grad: Tensor, both: Tensor, kind: str, dtype: torch.dtype, forms: Forms, *, rows: bool = True, columns: bool = True
-) -> Quantized:
-    """The gradient of `both` for that of act(gate) · up, rounded."""
-    result: Quantized = op("fp8_gated_slopes")(grad, both, kind, dtype, forms, rows=rows, columns=columns)
     return result
 
 
@@ -79,12 +65,14 @@ def round_groups_reference(
     """In plain torch."""
     x = matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), dim)
     (codes, scale), (turned, turned_scale) = _round(x, dtype, forms[0], rows), _round(x.t(), dtype, forms[1], columns)
-    return Quantized(codes, turned, scale, turned_scale)
+    one = scale if turned_scale is None else turned_scale
+    assert one is not None, "one of them is asked for"
+    return Quantized(codes, turned, one if scale is None else scale, one)
 
 
-def _round(x: Tensor, dtype: torch.dtype, form: Form, asked: bool) -> tuple[Tensor | None, Tensor]:
+def _round(x: Tensor, dtype: torch.dtype, form: Form, asked: bool) -> tuple[Tensor | None, Tensor | None]:
     if not asked:
-        return None, scales(x.shape, form, x.device)
+        return None, None
     height, width = x.shape
     down, across = {"row": (1, max(width, 1)), "strip": (1, SIDE), "square": (SIDE, SIDE)}[form]
     padded = functional.pad(x.abs(), (0, -width % across, 0, -height % down))
@@ -93,24 +81,6 @@ def _round(x: Tensor, dtype: torch.dtype, form: Form, asked: bool) -> tuple[Tens
     limit = torch.finfo(dtype).max
     scale = scales(x.shape, form, x.device).copy_(largest / limit)
     return rounded(x.float() * spread(limit / largest, x.shape), dtype).contiguous(), scale
-
-
-@reference("fp8_gated")
-@torch.no_grad()
-def round_gated_reference(
-    both: Tensor, kind: str, dtype: torch.dtype, forms: Forms, *, columns: bool = True
-) -> Quantized:
-    """The layer's numbers first, in memory."""
-    return round_groups([halves(both, kind)], 0, dtype, forms, columns=columns)
-
-
-@reference("fp8_gated_slopes")
-@torch.no_grad()
-def round_slopes_reference(
-    grad: Tensor, both: Tensor, kind: str, dtype: torch.dtype, forms: Forms, *, rows: bool = True, columns: bool = True
-) -> Quantized:
-    """The gradients first, in memory."""
-    return round_groups([halves_slopes(grad, both, kind)[0]], 0, dtype, forms, rows=rows, columns=columns)
 
 
 @by_triton("fp8_groups")
@@ -125,6 +95,8 @@ def round_groups_triton(
         matrices = [torch.cat(list(matrices), dim)]
     from deepspeed.ops.fp8.kernels.groups import round_groups
 
+    if forms[0] == "row" and not columns and dim == 0 and all(map(takes_rows, matrices)):
+        return _round_rows(matrices, dtype)
     sides, other = [x.shape[dim] for x in matrices], matrices[0].shape[1 - dim]
     shape = (sum(sides), other) if dim == 0 else (other, sum(sides))
     made = _memory(shape, dtype, forms, matrices[0].device, rows=rows, columns=columns)
@@ -132,58 +104,42 @@ def round_groups_triton(
     return made
 
 
-@by_triton("fp8_gated")
-@torch.no_grad()
-def round_gated_triton(both: Tensor, kind: str, dtype: torch.dtype, forms: Forms, *, columns: bool = True) -> Quantized:
-    """By one kernel where it can."""
-    if not turns(both) or not both.numel():
-        return round_gated_reference(both, kind, dtype, forms, columns=columns)
-    from deepspeed.ops.fp8.kernels.groups import gated_forward
+def _round_rows(matrices: Sequence[Tensor], dtype: torch.dtype) -> Quantized:
+    """Rows alone, in one pass over memory."""
+    from deepspeed.ops.fp8.kernels.quantise import round_rows
 
-    made = _memory((len(both), both.shape[1] // 2), dtype, forms, both.device, columns=columns)
-    gated_forward(both.contiguous(), made, kind, forms)
-    return made
-
-
-@by_triton("fp8_gated_slopes")
-@torch.no_grad()
-def round_slopes_triton(
-    grad: Tensor, both: Tensor, kind: str, dtype: torch.dtype, forms: Forms, *, rows: bool = True, columns: bool = True
-) -> Quantized:
-    """By one kernel where it can."""
-    if not turns(both) or not both.numel() or both.shape[1] % (2 * SIDE):
-        return round_slopes_reference(grad, both, kind, dtype, forms, rows=rows, columns=columns)
-    from deepspeed.ops.fp8.kernels.groups import gated_backward
-
-    made = _memory(tuple(both.shape), dtype, forms, both.device, rows=rows, columns=columns)
-    gated_backward(grad.contiguous(), both.contiguous(), made, kind, forms)
-    return made
+    sides, device = [len(x) for x in matrices], matrices[0].device
+    codes = torch.empty(sum(sides), matrices[0].shape[1], dtype=dtype, device=device)
+    scale = scales(codes.shape, "row", device)
+    for x, *into in zip(matrices, codes.split(sides), scale.split(sides), strict=True):
+        round_rows(x, *into, SMALLEST)
+    return Quantized(codes, None, scale, scale)
 
 
 def _memory(
-    shape: tuple[int, ...], dtype: torch.dtype, forms: Forms, device: torch.device, *, rows: bool = True, columns: bool
+    shape: tuple[int, ...], dtype: torch.dtype, forms: Forms, device: torch.device, *, rows: bool, columns: bool
 ) -> Quantized:
-    turned = shape[::-1]
-    return Quantized(
-        torch.empty(shape, dtype=dtype, device=device) if rows else None,
-        torch.empty(turned, dtype=dtype, device=device) if columns else None,
-        scales(shape, forms[0], device),
-        scales(turned, forms[1], device),
-    )
+    made = [
+        (torch.empty(side, dtype=dtype, device=device), scales(side, form, device)) if asked else (None, None)
+        for side, form, asked in zip((shape, shape[::-1]), forms, (rows, columns), strict=True)
+    ]
+    (row, scale), (column, turned) = made
+    one = scale if turned is None else turned
+    assert one is not None, "one of them is asked for"
+    return Quantized(row, column, one if scale is None else scale, one)
 
 
 def _split(whole: Quantized, dim: int, sides: Sequence[int]) -> list[Quantized]:
     """Parts of the memory of a matrix, of these sides."""
 
-    def cut(x: Tensor | None, axis: int) -> Sequence[Tensor | None]:
-        if x is None or len(sides) == 1:
-            return [x] * len(sides)
-        if x.shape[axis] == sum(sides):
-            return x.split(list(sides), axis)
-        if x.shape[axis] == 1:  # of rows, which all parts share
-            return [x] * len(sides)
-        return x.split([-(-side // SIDE) for side in sides], axis)
+    def cut(codes: Tensor | None, scale: Tensor, axis: int) -> list[tuple[Tensor | None, Tensor]]:
+        if codes is None or len(sides) == 1:
+            return [(codes, scale)] * len(sides)
+        sizes = [-(-side // SIDE) for side in sides] if scale.shape[axis] != codes.shape[axis] else list(sides)
+        shared = scale.shape[axis] == 1  # of whole rows
+        parts = [scale] * len(sides) if shared else scale.split(sizes, axis)
+        return list(zip(codes.split(list(sides), axis), parts, strict=True))
 
-    rows, scale = cut(whole.rows, dim), cut(whole.scale, dim)
-    columns, turned = cut(whole.columns, 1 - dim), cut(whole.turned, 1 - dim)
-    return [Quantized(*each) for each in zip(rows, columns, scale, turned, strict=True)]  # type: ignore[arg-type]
+    rows, columns = cut(whole.rows, whole.scale, dim), cut(whole.columns, whole.turned, 1 - dim)
+    pairs = zip(rows, columns, strict=True)
+    return [Quantized(row, column, scale, turned) for (row, scale), (column, turned) in pairs]

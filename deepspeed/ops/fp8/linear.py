@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepspeed.ops.fp8.groups import Forms, round_gated, round_groups, round_slopes
+from deepspeed.ops.fp8.groups import Forms, round_groups
 from deepspeed.ops.fp8.product import emulated, product
-from deepspeed.ops.fp8.quantise import Quantized, round_joined, round_rows, round_tensor
-from deepspeed.ops.model.gated import halves_slopes, halves_values
+from deepspeed.ops.fp8.quantise import Quantized, round_joined, round_tensor
+from deepspeed.ops.model.gated import halves, halves_slopes, halves_values
 
 MULTIPLE = 16
 """Of this each side of a matrix has to be a multiple."""
@@ -70,8 +70,6 @@ def round_weights(weights: Sequence[Tensor], scaling: Scaling) -> Quantized:
     """The rows of weights, one below the other, for a forward."""
     if scaling == "tensor":
         return round_joined(weights, 0, VALUES, columns=False)
-    if scaling == "row" and len(weights) == 1:
-        return round_rows(weights[0], VALUES)
     return round_groups(weights, 0, VALUES, FORMS["weight"][scaling], columns=False)
 
 
@@ -175,8 +173,8 @@ def _need(found: Tensor | None) -> Tensor:
 class Fp8FeedForward(torch.autograd.Function):
     """down(act(gate(x)) · up(x)) of a matrix x; weights are gate and up [inner, width], and down [out, inner].
 
-    The kernel between the products tells the largest magnitude of what it writes, or writes 8 bits itself, so that no
-    pass over memory looks for it; gate and up are one wide layer in both directions.
+    With one scale for each tensor, the kernel between the products tells the largest magnitude of what it writes, so
+    that no pass over memory looks for it; gate and up are one wide layer in both directions.
     """
 
     @staticmethod
@@ -215,13 +213,12 @@ def _activated(both: Tensor, kind: str, scaling: Scaling, *, columns: bool) -> Q
     if scaling == "tensor":
         y, largest = halves_values(both, kind)
         return round_tensor(y, VALUES, columns=columns, largest=largest)
-    return round_gated(both, kind, VALUES, FORMS["input"][scaling], columns=columns)
+    return round_groups([halves(both, kind)], 0, VALUES, FORMS["input"][scaling], columns=columns)
 
 
 def _slopes(dy: Tensor, both: Tensor, plan: tuple[str, Scaling], *, rows: bool, columns: bool) -> Quantized:
     kind, scaling = plan
-    dtype = GRADIENTS[scaling]
+    slopes, largest = halves_slopes(dy, both, kind)
     if scaling == "tensor":
-        slopes, largest = halves_slopes(dy, both, kind)
-        return round_tensor(slopes, dtype, rows=rows, columns=columns, largest=largest)
-    return round_slopes(dy, both, kind, dtype, FORMS["gradient"][scaling], rows=rows, columns=columns)
+        return round_tensor(slopes, GRADIENTS[scaling], rows=rows, columns=columns, largest=largest)
+    return round_gradients([slopes], scaling, rows=rows, columns=columns)

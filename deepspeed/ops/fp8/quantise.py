@@ -151,5 +151,7 @@ def round_rows_triton(x: Tensor, dtype: torch.dtype) -> Quantized:
         return round_rows_reference(x, dtype)
     from deepspeed.ops.fp8.kernels.quantise import round_rows as kernel
 
-    codes, scale = kernel(x, dtype, SMALLEST)
+    codes = torch.empty_like(x, dtype=dtype)
+    scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    kernel(x, codes, scale, SMALLEST)
     return Quantized(codes, None, scale, scale)

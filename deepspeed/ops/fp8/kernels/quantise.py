@@ -164,16 +164,13 @@ def _three(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
     return [*matrices, *[matrices[0]] * (FEW - len(matrices))]
 
 
-def round_rows(x: Tensor, dtype: torch.dtype, smallest: float) -> tuple[Tensor, Tensor]:
-    """(8-bit numbers, [rows, 1] scales) of a contiguous matrix, each row with a scale of its own."""
+def round_rows(x: Tensor, out: Tensor, scale: Tensor, smallest: float) -> None:
+    """Write the 8-bit numbers and the [rows, 1] scales of a contiguous matrix, each row with a scale of its own."""
     height, width = x.shape
-    out = torch.empty(height, width, dtype=dtype, device=x.device)
-    scale = torch.empty(height, 1, dtype=torch.float32, device=x.device)
     block = row_block(width)
     if x.numel():
         launch(
             _round_rows, (height,),
-            x, out, scale, width, torch.finfo(dtype).max, smallest, TYPE=TYPES[dtype], BLOCK=block,
+            x, out, scale, width, torch.finfo(out.dtype).max, smallest, TYPE=TYPES[out.dtype], BLOCK=block,
             num_warps=warps(block),
         )  # fmt: skip
-    return out, scale
