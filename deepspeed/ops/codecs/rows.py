@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.codecs.formats import FORMATS, Format, pack, unpack
+from deepspeed.ops.model.linear import takes
 from deepspeed.ops.registry import by_triton, op, reference
 
 SMALLEST = 2.0**-126
@@ -186,7 +187,7 @@ def _takes(block: int, values: Tensor, payload: Tensor, scales: Tensor) -> bool:
     """Whether the kernels can read and write these."""
     even = 32 <= block <= 8192 and block & (block - 1) == 0
     lines = all(each.stride(-1) == 1 for each in (values, payload, scales)) and values.numel() > 0
-    return even and lines and values.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return even and lines and takes(values)
 
 
 @by_triton("codec_encode")

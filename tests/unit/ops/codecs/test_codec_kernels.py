@@ -94,3 +94,10 @@ def test_parts_of_rows(form):
         assert torch.equal(messages[0][:, at : at + alone.shape[1]], alone)
         at += alone.shape[1]
     assert (outs[1][:, :8] == 7.0).all()
+
+
+def test_memory_of_the_host_is_left_to_the_reference(monkeypatch):
+    """Also on a machine with a device, where kernels are compiled and cannot read it."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    values, payload, scales = torch.randn(2, 64), torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(2, 1)
+    assert not rows._takes(64, values, payload, scales)

@@ -60,14 +60,15 @@ def state(rows, tokens=TOKENS):
 )
 def test_the_same_tokens_are_kept_as_by_transformers(top_k, top_p, min_p):
     processors = pytest.importorskip("transformers.generation.logits_process", reason="transformers is not installed")
-    logits, ids = numbers(4, TOKENS) * 3, torch.randint(TOKENS, (4, 9), generator=torch.Generator().manual_seed(0))
+    logits = numbers(4, TOKENS) * 3
+    ids = torch.randint(TOKENS, (4, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     chain = [processors.RepetitionPenaltyLogitsProcessor(1.4), processors.TemperatureLogitsWarper(0.7)]
     chain += [processors.TopKLogitsWarper(top_k)] if top_k else []
     chain += [processors.TopPLogitsWarper(top_p), processors.MinPLogitsWarper(min_p)]
     expected = logits
     for each in chain:
         expected = each(ids, expected)
-    counts = torch.zeros(4, TOKENS, dtype=torch.int32).scatter_(1, ids, 1)
+    counts = torch.zeros(4, TOKENS, dtype=torch.int32, device=DEVICE).scatter_(1, ids, 1)
     given = tensors(4, temperature=0.7, repetition=1.4, counts=counts, top_k=top_k, top_p=top_p, min_p=min_p)
     scores = processed(logits, given) / given.temperature.unsqueeze(1)
     found = _truncated(scores, given.top_k, given.top_p, given.min_p)
