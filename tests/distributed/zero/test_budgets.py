@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.memory.tier import Tier
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.zero.memory_budget import state_width
+from deepspeed.zero.offload import state_width
 from deepspeed.zero.parameters.offloaded import FileChunks
 from deepspeed.zero.parameters.shard import shards_of
 from tests.harness import ranks
