@@ -57,7 +57,7 @@ def build(stage, memory, *, bf16=True, model=None, client=None, **config):
     )[0]
 
 
-def train(engine, steps=4):
+def train(engine, steps=3):
     dtype = engine.module.layers[0].weight.dtype
     for batch in torch.randn(steps, 2, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype):
         engine.backward(engine(batch))
