@@ -184,8 +184,9 @@ class LoRAOptimizedLinear(nn.Module):
             comm.broadcast(part, src=replicas.ranks[0], group=replicas.group)
         self._parameters.pop("weight")
         self.part, self.axis, self.weight = part, axis, None
+        made: Any = self
         if type(self) is LoRAOptimizedLinear:
-            self.__class__ = _LoRAOverHeldWeight
+            made.__class__ = _LoRAOverHeldWeight
         self.fingerprint = _fingerprint(part, axis)
 
     @torch.no_grad()
