@@ -26,11 +26,12 @@ def runs(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[l
     run: list[T] = []
     filled = 0
     for item in items:
-        if run and limit and filled + size(item) > limit:
+        taken = size(item)
+        if run and limit and filled + taken > limit:
             yield run
             run, filled = [], 0
         run.append(item)
-        filled += size(item)
+        filled += taken
     if run:
         yield run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,9 @@ def tile(optimizer: Optimizer, away: Mapping[int, StatePiece], limit: int) -> li
     `away` are the pieces that live in another tier, by the id of their masters.
     """
     count = len(optimizer.param_groups)
-    if not away and not limit:
-        return [Tile([options["params"] for options in optimizer.param_groups], [])]
+    masters = [options["params"] for options in optimizer.param_groups]
+    if not away and (not limit or sum(map(Tensor.numel, chain.from_iterable(masters))) <= limit):
+        return [Tile(masters, [])]
     rows = [
         (place, master, away.get(id(master)))
         for place, options in enumerate(optimizer.param_groups)
