@@ -189,7 +189,7 @@ def table(found: Mapping[str, list[Any]]) -> list[str]:
         apart = max(difference(run["losses"], base[0]["losses"]) for run in runs) if base else float("nan")
         norms = max((_norm_apart(run, base[0]) for run in runs), default=float("nan")) if base else float("nan")
         missed = []
-        compiled = whole.get("plain-compiled", []) if name.endswith("-compiled") else []
+        compiled = whole.get("plain-compiled", []) if name.endswith(("-compiled", "-deepcompile")) else []
         if name.startswith("ours") and base:
             like = compiled or base
             limit = max([START_LIMIT_S, *(run["first_start_s"] for run in compiled)])

@@ -25,6 +25,7 @@ __all__ = ["CHECKPOINTED", "layer_elements", "measure", "zero_section"]
 CHECKPOINTED = ("7b", "tiny")  # shapes whose activations are computed again in backward
 GIB = 2**30
 WARM_UP = 3
+LOCAL = 8  # ranks of a node
 
 Step = Callable[[Any], Any]
 
@@ -37,6 +38,7 @@ def measure(job: Job) -> dict[str, float]:
 
     device = str(job.parameters["device"])
     os.environ["DS_ACCELERATOR"] = device
+    os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL)
     if device == "cuda":
         torch.cuda.set_device(0)
     else:
@@ -55,12 +57,14 @@ def layer_elements(shape: str) -> int:
     return 2 * hidden * hidden + 2 * hidden * hidden // heads * kv_heads + 3 * hidden * inner + 2 * hidden
 
 
-def zero_section(flavour: str, shape: str) -> dict[str, int]:
-    """Keys of `zero_optimization`: a stage, and with "block" buckets of one decoder layer."""
+def zero_section(flavour: str, shape: str) -> dict[str, Any]:
+    """Keys of `zero_optimization`: a stage, with "block" buckets of one decoder layer, with "zeropp" codes for all."""
     stage, _, keys = flavour.partition("-")
-    section = {"stage": int(stage)}
+    section: dict[str, Any] = {"stage": int(stage)}
     if keys == "block":
         section["stage3_prefetch_bucket_size"] = section["reduce_bucket_size"] = layer_elements(shape)
+    if keys == "zeropp":
+        section |= {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": LOCAL}
     return section
 
 

@@ -15,9 +15,9 @@ from deepspeed.log import logger
 
 pytest_plugins = ("tests.sampling", "tests.costs")
 
-if not torch.cuda.is_available():
-    # Read when Triton is imported: whatever is collected first, kernels are interpreted.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Read when Triton is imported. Without a device kernels are interpreted; with one they never are by default, because an
+# interpreted kernel that gets memory of the device ends the process.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 with contextlib.suppress(ImportError):  # a machine that only runs the tests of its GPU may not have it
     from hypothesis import HealthCheck, settings

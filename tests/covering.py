@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 # The field of four elements: sums are those of the bits, products these.
@@ -30,7 +31,17 @@ def _sample(strength: int, factors: Sequence[Sequence[Any]]) -> list[tuple[Any, 
     for coefficients in product(_POINTS, repeat=strength):
         row = [*(_value(coefficients, point) for point in _POINTS), coefficients[0]]
         rows.append(tuple(factor[at % len(factor)] for factor, at in zip(factors, row, strict=False)))
-    return list(dict.fromkeys(rows))
+    return _needed(list(dict.fromkeys(rows)), min(strength, len(factors)))
+
+
+def _needed(rows: list[tuple[Any, ...]], strength: int) -> list[tuple[Any, ...]]:
+    """Without those of which everything that meets also meets in another: the last ones go first."""
+    meetings = {row: [*combinations(enumerate(row), strength)] for row in rows}
+    left = Counter(each for row in rows for each in meetings[row])
+    for row in reversed(rows):
+        if all(left[each] > 1 for each in meetings[row]):
+            left.subtract(meetings.pop(row))
+    return list(meetings)
 
 
 def _value(coefficients: Sequence[int], point: int) -> int:

@@ -8,27 +8,30 @@ from pathlib import Path
 
 import pytest
 
-OPTION = "--sample"
 LEFT_OUT = Path(__file__).parent / "full.txt"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        OPTION, action="store_true", help="covering samples of products, nothing that is in tests/full.txt"
+        "--sample", action="store_true", help="covering samples of products, nothing that is in tests/full.txt"
+    )
+    parser.addoption(
+        "--pairs", action="store_true", help="covering samples of products of three or more parameters, all else"
     )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the sample does not need; each process of a run chooses the same."""
-    if not config.getoption(OPTION):
+    sample = config.getoption("--sample")
+    if not sample and not config.getoption("--pairs"):
         return
-    out = left_out(items)
+    out = left_out(items) if sample else set()
     tests = defaultdict(list)
     for item in items:
         if id(item) not in out:
             tests[item.nodeid.partition("[")[0]].append(item)
-    kept = {id(item) for cases in tests.values() for item in covering(cases)}
+    kept = {id(item) for cases in tests.values() for item in covering(cases, fewest=sample)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
 
@@ -46,9 +49,11 @@ def left_out(items: list[pytest.Item]) -> set[int]:
     return {each for row in rows for each in by_name[row]}
 
 
-def covering(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Few cases in which each parameter has every value; of three or more parameters, every two values meet."""
+def covering(cases: list[pytest.Item], *, fewest: bool) -> list[pytest.Item]:
+    """Few cases of a test, in which of three or more parameters every two values meet; of one or two, each is there."""
     rows = [values(case) for case in cases]
+    if len(rows[0]) < 3 and not fewest:
+        return cases
     strength = 2 if len(rows[0]) > 2 else 1
     covered = [{*combinations(row, strength)} for row in rows]
     left, chosen = set().union(*covered), []

@@ -9,12 +9,10 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed.generate.loop import PromptScores
+from deepspeed.generate.sequence import PromptScores, Token
 from deepspeed.inference.server.engine import EngineOptions, Ready
 from tests.harness import ROOT
 
@@ -73,21 +71,6 @@ def save_model(folder: Path) -> Path:
     return save_tokenizer(folder)
 
 
-@dataclass(frozen=True)
-class FakeToken:
-    """As `Token` of `LLM`."""
-
-    uid: int
-    index: int
-    id: int
-    logprob: float | None
-    top_logprobs: dict[int, float] | None
-    finish_reason: str | None
-    cached_tokens: int
-    prompt_tokens: int
-    prompt_scores: Sequence[PromptScores] = ()
-
-
 class FakeEngine:
     """Repeats the prompt without its first token, one token a step; ends with </s> where the prompt does not go on.
 
@@ -112,7 +95,7 @@ class FakeEngine:
         self.seen.append((list(prompt), params, priority))
         return uid
 
-    def step(self) -> list[FakeToken]:
+    def step(self) -> list[Token]:
         time.sleep(self.pause)
         self.steps += 1
         found = []
@@ -133,7 +116,7 @@ class FakeEngine:
         self._output += len(found)
         return found
 
-    def _token(self, uid: int, index: int, token: int, reason: str | None, prompt: list[int], params: Any) -> FakeToken:
+    def _token(self, uid: int, index: int, token: int, reason: str | None, prompt: list[int], params: Any) -> Token:
         asked = params.logprobs is not None and token >= 0
         top = {token: -0.5, self.END: -2.0} if params.logprobs else {}
         scores = ()
@@ -141,7 +124,7 @@ class FakeEngine:
             tops = [{token: -0.25} if params.prompt_logprobs else {} for token in prompt[1:]]
             scores = PromptScores(1, [-0.25], tops[:1]), PromptScores(2, [-0.25] * (len(prompt) - 2), tops[1:])
         own, tops = (-0.5, top) if asked else (None, None)
-        return FakeToken(uid, index, token, own, tops, reason, len(prompt) // 2, len(prompt), scores)
+        return Token(uid, index, token, "", own, tops, reason, len(prompt) // 2, len(prompt), scores)
 
     def cancel(self, uid: int) -> None:
         self.cancelled.append(uid)

@@ -12,14 +12,18 @@ from torch import nn
 from deepspeed.config import DeepSpeedConfig, Loaded
 from deepspeed.config.load import is_filled, is_inert, unresolved
 from deepspeed.config.schema import Schema
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.config.zero import DeepSpeedZeroConfig
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, LayoutError
 from deepspeed.monitor.monitor import folder_of
 from deepspeed.ops.sparse_attention.sparse_self_attention import sparsity_of
+from deepspeed.parallel.axes import Axis
+from deepspeed.parallel.hierarchy import mics_split
 from deepspeed.precision.policy import Precision, make_scale
 from deepspeed.runtime.activation_checkpointing.configuration import CheckpointingSettings, given_settings
 from deepspeed.runtime.lr_schedules import build_scheduler
 from deepspeed.runtime.saving.checkpoints import policy_of
 from deepspeed.runtime.step.optimizers import build_optimizer, hold_states, require_tested
+from deepspeed.zero.interface import check_size
 
 # The one required parameter that clients fill; no check of another parameter depends on its size.
 _FILLED = {"scheduler.params.total_num_steps": 10**9}
@@ -48,10 +52,10 @@ def verdict(loaded: Loaded, world_size: int) -> Verdict:
         + ("it has its default if no client fills it" if inert else "a client must fill it before the engine is built")
         for path, inert in left.items()
     ]
-    return Verdict([*problems, *map(str, _refused(config))], [*config.notes, *notes])
+    return Verdict([*problems, *map(str, _refused(config, world_size))], [*config.notes, *notes])
 
 
-def _refused(config: DeepSpeedConfig) -> Iterator[DeepSpeedConfigError]:
+def _refused(config: DeepSpeedConfig, world_size: int) -> Iterator[DeepSpeedError]:
     """The errors of everything that a config describes by itself, each tried apart."""
     schema = config.schema
     attempts: list[Callable[[], Any]] = [
@@ -62,12 +66,21 @@ def _refused(config: DeepSpeedConfig) -> Iterator[DeepSpeedConfigError]:
         lambda: _optimizer(schema),
         lambda: _schedule(schema, config.loaded.autos),
         lambda: schema.sparse_attention and sparsity_of(schema.sparse_attention, num_heads=1),
+        lambda: world_size > 1 and _neighbours(schema.zero_optimization, world_size // schema.axis_sizes["tp"]),
     ]
     for attempt in attempts:
         try:
             attempt()
-        except DeepSpeedConfigError as error:
+        except (DeepSpeedConfigError, LayoutError) as error:
             yield error
+
+
+def _neighbours(zero: DeepSpeedZeroConfig, ranks: int) -> None:
+    """Sizes that do not divide all ranks cannot divide those that share parameters, such as a stage of a pipeline."""
+    axis = Axis("dp", [tuple(range(ranks))])
+    check_size(axis, int(zero.zero_hpz_partition_size))
+    if zero.shards_states and zero.mics_shard_size > 0:
+        mics_split(axis, int(zero.mics_shard_size))
 
 
 def _monitors(schema: Schema) -> None:

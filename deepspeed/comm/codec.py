@@ -6,6 +6,7 @@ Sizes are known from the number of elements alone, so that a rank knows what com
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -15,6 +16,8 @@ from torch.nn.functional import pad
 from deepspeed.ops.codecs import rows as numbers
 from deepspeed.ops.codecs.formats import FORMATS
 
+Parts = tuple[tuple[int, int], ...]
+"""(where it begins in a row, how many numbers) of each."""
 _ALIGNED = 16  # bytes at which the parts of a message begin, so that kernels read them in wide words
 
 
@@ -97,6 +100,28 @@ class BlockCodec:
         numbers.decode(self.form, self.block, *self.parts(_rows(message), out.shape[-1]), _rows(out))
         return out
 
+    def encode_parts(self, parts: Parts, values: Tensor, message: Tensor) -> None:
+        """As `encode` of each part of rows `[rows, n]`, with messages side by side in `[rows, bytes]`."""
+        numbers.encode_parts(self.form, self.block, self.places(parts), values, message)
+
+    def sum_parts(self, parts: Parts, messages: Tensor, out: Tensor) -> None:
+        """As `decode_sum` of each part, of `[rows, sums, bytes]` to `[sums, n]`; what lies between parts stays."""
+        numbers.sum_parts(self.form, self.block, self.places(parts), messages, out)
+
+    @lru_cache(512)  # noqa: B019 - codecs are few
+    def parts_bytes(self, parts: Parts) -> int:
+        """Bytes of the messages of parts."""
+        return sum(self.nbytes(length) for _, length in parts)
+
+    @lru_cache(512)  # noqa: B019 - codecs are few
+    def places(self, parts: Parts) -> numbers.Places:
+        """Where the codes and scales of parts lie in their message."""
+        found, at = [], 0
+        for start, length in parts:
+            found.append((start, length, at + _aligned(4 * self.scales(length), _ALIGNED), at))
+            at += self.nbytes(length)
+        return tuple(found)
+
     def decode_sum(self, messages: Tensor, out: Tensor) -> Tensor:
         """See `Codec`; of `[rows, sums, nbytes]` many sums to `[sums, n]`."""
         several = messages if messages.dim() == 3 else messages.unsqueeze(1)
@@ -140,7 +165,7 @@ class RangeCodec:
         padded = pad(wide.unsqueeze(0), (0, -numel % self.block), mode="replicate").squeeze(0)
         blocks = padded.unflatten(1, (-1, self.block))
         middles = (blocks.amin(-1) + blocks.amax(-1)) / 2
-        self._middles(rows, numel).copy_(middles)
+        self.middles(rows, numel).copy_(middles)
         self.inner.encode(wide - self._spread(middles, numel), rows[:, self._begin(numel) :])
         return message
 
@@ -148,19 +173,20 @@ class RangeCodec:
         rows, numel = _rows(message), out.shape[-1]
         wide = out.new_empty(len(rows), numel, dtype=torch.float32)
         self.inner.decode(rows[:, self._begin(numel) :], wide)
-        return out.copy_(wide.add_(self._spread(self._middles(rows, numel), numel)).view(out.shape))
+        return out.copy_(wide.add_(self._spread(self.middles(rows, numel), numel)).view(out.shape))
 
     def decode_sum(self, messages: Tensor, out: Tensor) -> Tensor:
         numel = out.shape[-1]
         self.inner.decode_sum(messages[:, self._begin(numel) :], total := out.float())
-        return out.copy_(total.add_(self._spread(self._middles(messages, numel).sum(0, keepdim=True), numel)[0]))
+        return out.copy_(total.add_(self._spread(self.middles(messages, numel).sum(0, keepdim=True), numel)[0]))
 
     def _begin(self, numel: int) -> int:
         """Where the message of the block codec begins."""
         return _aligned(4 * self.scales(numel), _ALIGNED)
 
-    def _middles(self, rows: Tensor, numel: int) -> Tensor:
-        return rows[:, : 4 * self.scales(numel)].view(torch.float32)
+    def middles(self, message: Tensor, numel: int) -> Tensor:
+        """The middles of messages `[..., nbytes]`: a view, float32."""
+        return message[..., : 4 * self.scales(numel)].view(torch.float32)
 
     def _spread(self, middles: Tensor, numel: int) -> Tensor:
         return middles.repeat_interleave(self.block, -1)[:, :numel]
@@ -190,9 +216,7 @@ class SignCodec:
             message = values.new_empty(*values.shape[:-1], self.nbytes(numel), dtype=torch.uint8)
         flat = _rows(values)
         payload, scales = self.parts(_rows(message), numel)
-        norm = torch.linalg.vector_norm(flat, dim=1, keepdim=True, dtype=torch.float32)
-        scales.copy_(norm / max(numel, 1) ** 0.5)
-        numbers.signs(flat, payload)
+        scales.copy_(numbers.signs(flat, payload) / max(numel, 1) ** 0.5)
         return message
 
     def decode(self, message: Tensor, out: Tensor) -> Tensor:

@@ -7,12 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.compile.graph import StepGraph
+from deepspeed.compile.graph import GraphParameter, PassLimits, StepGraph
 from deepspeed.errors import DeepSpeedConfigError
 
 PassFunction = Callable[[StepGraph], None]
+ResidentChoice = Callable[[Iterable[GraphParameter], dict[int, int], PassLimits], None]
+"""Adds to the bytes of parameters, by number, that stay whole."""
 
-_MODULES = ("zero1_compile", "zero2_compile", "zero3_compile", "prefetch", "selective_gather")
+_MODULES = (
+    "zero1_compile", "zero2_compile", "zero3_compile", "prefetch", "selective_gather", "offload_adam_states",
+    "offload_activation", "autotp_compile",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,14 @@ class CompilePass:
     name: str
     function: PassFunction
     contract: PassContract
+    choose: ResidentChoice | None = None
+    """Does the same to graphs that are compiled already: in them, gathers of what is whole do nothing."""
 
 
 def _built_in() -> dict[str, CompilePass]:
     modules = (importlib.import_module(f"deepspeed.compile.passes.{name}") for name in _MODULES)
-    return {found.name: found for found in (module.PASS for module in modules)}
+    found = (each for module in modules for each in vars(module).values() if isinstance(each, CompilePass))
+    return {each.name: each for each in found}
 
 
 @dataclass
@@ -89,11 +97,15 @@ class PassRegistry:
             )
         return CompilePass(getattr(given, "__name__", "a function"), given, PassContract())
 
-    def schedule(self, entries: Sequence[tuple[int, Sequence[Any]]], stage: int) -> PassSchedule:
-        """Check a schedule, [(step, [passes])], for a ZeRO stage."""
+    def schedule(
+        self, entries: Sequence[tuple[int, Sequence[Any]]], stage: int, always: Sequence[str] = ()
+    ) -> PassSchedule:
+        """Check a schedule, [(step, [passes])], for a ZeRO stage; passes that are `always` there, last, are added."""
         found: dict[int, tuple[CompilePass, ...]] = {}
         for step, passes in entries:
             chosen = tuple(map(self.find, passes))
+            provided = {name for each in chosen for name in each.contract.provides}
+            chosen += tuple(each for each in map(self.find, always) if not each.contract.provides & provided)
             require_order(step, chosen, stage)
             if step in found:
                 raise DeepSpeedConfigError(f"the schedule has step {step} twice; merge the entries", path="compile")

@@ -28,8 +28,8 @@ from deepspeed.compression.snip import MOMENTUM, BlockRemoval
 from deepspeed.compression.stored import require_rows
 from deepspeed.compression.utils import TopKBinarizer, kept_of, stand_in
 from deepspeed.errors import UsageError
-from deepspeed.ops.quantizer.groups import Reduce, in_steps, round_groups
-from deepspeed.parallel.regions import GroupMembers, Way, between, cut_of, enter, joined, leave, own
+from deepspeed.ops.quantizer.quantizer import Reduce, in_steps, round_groups
+from deepspeed.parallel.regions import GroupMembers, Way, between, cut_of, enter, joined, leave, own, summed
 from deepspeed.transformers.replacement import whole_shape
 
 __all__ = [
@@ -176,8 +176,16 @@ class CompressedLayer(nn.Module):
     @torch.no_grad()
     def see_gradient(self, grad: Tensor, value: Tensor) -> None:
         """Add to the scores of blocks by how much the loss would change without them, to first order."""
-        removal, _, scores = self._blocks()
-        found = removal.summed((grad.float() * value.float()).abs().to(scores.device))
+        removal, mask, scores = self._blocks()
+        found, cut = (grad.float() * value.float()).abs().to(scores.device), cut_of(self)
+        split = None if cut is None else cut.splits.get("weight")
+        if cut is None or split is None:
+            found = removal.summed(found)
+        else:  # a block may lie on several ranks
+            whole = found.new_zeros(mask.shape)
+            if split.first_holder(cut.axis.rank) == cut.axis.rank:
+                split.place(found, cut.axis.rank, whole)
+            found = summed(removal.summed(whole), cut.axis)
         if bool(found.isfinite().all()):  # else the step is skipped
             scores.mul_(MOMENTUM).add_(found)
 
@@ -275,7 +283,10 @@ class CompressedLayer(nn.Module):
         """What of a mask belongs to this rank's part of a parameter."""
         cut = cut_of(self)
         split = None if cut is None else cut.splits.get(name)
-        if cut is None or split is None or mask.dim() <= split.dim or mask.shape[split.dim] != split.total:
+        if cut is None or split is None:
+            return mask
+        mask = enter(mask, cut.axis) if mask.requires_grad else mask  # each rank has a share in a score's gradient
+        if mask.dim() <= split.dim or mask.shape[split.dim] != split.total:
             return mask
         return split.cut(mask, cut.axis.rank)
 

@@ -21,7 +21,6 @@ from deepspeed.config.compression import (
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.parallel import ParallelLayout
-from deepspeed.parallel.regions import cut_of
 
 __all__ = ["compression_of_engine", "require_trained", "watch_curvature"]
 
@@ -103,18 +102,13 @@ def _section(schema: Schema) -> CompressionConfig:
 
 
 def require_trained(module: nn.Module, optimizer: Optimizer | None) -> None:
-    """Refuse scores that no optimizer trains, or that tensor-parallel ranks would train apart."""
+    """Refuse scores that no optimizer trains."""
     trained = {
         id(param) for group in ([] if optimizer is None else optimizer.param_groups) for param in group["params"]
     }
     for path, layer in module.named_modules():
         state = compression_of(layer)
         for name, pruning in () if state is None else state.prunings.items():
-            if pruning.method != "l1" and cut_of(layer) is not None:
-                raise UsageError(
-                    f"compression_training.{name}: method is {pruning.method}, and tensor-parallel ranks share {path}; "
-                    "use l1"
-                )
             if (
                 pruning.method == "topk"
                 and optimizer is not None

@@ -128,7 +128,12 @@ def plans_of(model: nn.Module, section: CompressionConfig, mpu: Any, *, partly: 
                 where = f"{PATH}.{technique}.different_groups.{label}"
                 if not found and not partly:
                     raise UsageError(_nothing(model, pattern, technique, f"{where}.modules", mpu))
-                found = [name for name in found if name not in spared]
+                found, whole = [name for name in found if name not in spared], found
+                if whole and not found:
+                    raise UsageError(
+                        f"{where}.modules: {pattern!r} finds {some(whole)}, and excluded_modules of shared_parameters "
+                        "keeps all of them whole; shorten one of the lists"
+                    )
                 names += found
                 others = [] if group.related_modules is None else group.related_modules[place]
                 related += _pairs(model, found, others, f"{where}.related_modules")

@@ -135,8 +135,9 @@ class DeepSpeedConfig:
         self.mpu = mpu
         self.mesh_device = mesh_device
         require(self.schema)
+        self._without_effect = self._idle(IDLE)
         if not partial:
-            self._refuse_if_strict(self._idle(IDLE))
+            self._refuse_if_strict(self._without_effect)
         self.world_size = data_parallel_ranks(self.schema, mpu, mesh_device, world_size)
         _check_data_parallel_size(self.schema, self.world_size)
         self.batch: BatchSizes | None = _batch(self.schema, self.world_size, partial, alone=mpu is None)
@@ -159,7 +160,7 @@ class DeepSpeedConfig:
     @property
     def notes(self) -> list[str]:
         """What a valid config has to be warned of: keys that have no effect, and why."""
-        found = [str(note) for note in self._idle(IDLE)] + advice(self.schema)
+        found = [str(note) for note in self._without_effect] + advice(self.schema)
         if self.batch is not None and self.schema.train_batch_size not in (None, self.batch.train):
             found += _counted_tensor_ranks(self.schema, self.batch)
         return found

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from deepspeed.data.analyzer import ACCUMULATED, SINGLE, DataAnalyzer
-from deepspeed.data.indexed_dataset import IndexedDataset, MMapIndexedDataset, make_dataset
-from deepspeed.errors import DeepSpeedError, FileError, printable
+from deepspeed.data.indexed_dataset import MMapIndexedDataset
+from deepspeed.errors import DeepSpeedError, printable
 
 __all__ = ["main"]
 
@@ -27,7 +27,7 @@ def _tokens(items: list[Any]) -> list[torch.Tensor]:
 
 
 def _analyze(args: argparse.Namespace) -> None:
-    dataset = _opened(args.data)
+    dataset = MMapIndexedDataset(args.data)
 
     def run(name: str, function: Any, kind: str) -> None:
         analyzer = DataAnalyzer(
@@ -46,7 +46,7 @@ def _analyze(args: argparse.Namespace) -> None:
     if "seqlen" in args.metric:
         run("seqlen", lambda batch: torch.tensor([len(each) for each in batch]), SINGLE)
     if "vocabularyrarity" in args.metric:
-        size = 1 + max((int(each.max()) for each in dataset if len(each)), default=0)
+        size = 1 + max((int(each.max()) for each in dataset[:] if len(each)), default=0)
         run("vocabulary", lambda batch: torch.cat(batch).bincount(minlength=size), ACCUMULATED)
         counts = torch.from_numpy(
             np.array(MMapIndexedDataset(str(Path(args.save, "vocabulary", "vocabulary_metric_value")))[0], dtype=float)
@@ -55,18 +55,10 @@ def _analyze(args: argparse.Namespace) -> None:
         run("vocabularyrarity", lambda batch: torch.stack([rarity[each].sum() for each in batch]).long(), SINGLE)
 
 
-def _opened(prefix: str) -> Any:
-    found = make_dataset(prefix, "infer")
-    if found is None:
-        raise FileError(22, "no index of a dataset: it has neither of the known magics", f"{prefix}.idx")
-    return found
-
-
 def _inspect(args: argparse.Namespace) -> None:
-    dataset = _opened(args.data)
+    dataset = MMapIndexedDataset(args.data)
     sizes = dataset.sizes
-    kind = "older form" if isinstance(dataset, IndexedDataset) else "memory-mapped"
-    _show(f"{args.data}: {kind}, {np.dtype(dataset.dtype)}")
+    _show(f"{args.data}: memory-mapped, {np.dtype(dataset.dtype)}")
     _show(f"items: {len(dataset):,}; documents: {max(len(dataset.doc_idx) - 1, 0):,}")
     if len(sizes):
         _show(f"elements: {int(sizes.sum(dtype=np.int64)):,}; per item {sizes.min()} to {sizes.max()}")

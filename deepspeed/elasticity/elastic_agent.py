@@ -12,7 +12,6 @@ others see.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
@@ -29,16 +28,12 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
-from torch.distributed.elastic.utils.api import macros
 
-from deepspeed.errors import ElasticityError
 from deepspeed.launcher.ports import claim_port
 from deepspeed.launcher.process_loop import STOPPING
-from deepspeed.launcher.protocol import RETIRE, NodePlacement, NodePlan, RankPlan, log_files
+from deepspeed.launcher.protocol import RETIRE, NodePlacement, NodePlan
 from deepspeed.launcher.supervise import Supervision
 from deepspeed.log import logger
-
-__all__ = ["DSElasticAgent"]
 
 SILENCE = 20.0  # seconds without a beat until a host counts as gone
 _BEAT_EVERY = 1.0
@@ -290,49 +285,6 @@ class GuardedAgent(SimpleElasticAgent):
             if self._job is not None and self._job.check(["status"]):
                 return int(self._job.get("status"))
         return self._ended or 1
-
-
-class DSElasticAgent(GuardedAgent):
-    """Runs the command `spec.entrypoint` with `spec.args` as every rank, where `${local_rank}` stands for its number.
-
-    `env` is added to the environment; `log_dir` takes a file with the output of each rank. Ranks are programs, so
-    that `start_method`, which is about functions, only has "spawn".
-    """
-
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        env: Mapping[str, str],
-        start_method: str = "spawn",
-        exit_barrier_timeout: float = 300,
-        log_dir: str | None = None,
-    ) -> None:
-        if start_method != "spawn":
-            raise ElasticityError(f"start_method is {start_method!r}; ranks are programs of their own: use 'spawn'")
-        if not isinstance(spec.entrypoint, str):
-            raise ElasticityError(
-                f"the entrypoint of the WorkerSpec is {spec.get_entrypoint_name()}, a function; give a command, "
-                "such as entrypoint=sys.executable with args=('-u', 'train.py')"
-            )
-        self._command = (spec.entrypoint, *map(str, spec.args))
-        self._log_dir = log_dir
-        environment = {**os.environ, **{name: str(value) for name, value in env.items()}}
-        super().__init__(spec, self._ranks, environment, exit_barrier_timeout=exit_barrier_timeout)
-
-    def _ranks(self, place: NodePlacement) -> NodePlan:
-        environments = place.environments()
-        logs = log_files(self._log_dir or "None", [int(each["RANK"]) for each in environments])
-        ranks = [
-            RankPlan(
-                rank=int(environment["RANK"]),
-                local_rank=local_rank,
-                command=tuple(macros.substitute(list(self._command), str(local_rank))),
-                environment=environment,
-                log=logs.get(int(environment["RANK"])),
-            )
-            for local_rank, environment in enumerate(environments)
-        ]
-        return NodePlan(ranks=tuple(ranks))
 
 
 # torch declares what a rendezvous sets as what it is before the first one.

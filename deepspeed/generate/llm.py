@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,37 +17,17 @@ from deepspeed.config.inference import RaggedInferenceEngineConfig, read_inferen
 from deepspeed.errors import UsageError
 from deepspeed.generate import weights
 from deepspeed.generate.build import EngineParts, build
-from deepspeed.generate.loop import PromptScores, SequenceUpdate, TopLogprobs
+from deepspeed.generate.loop import SequenceUpdate
 from deepspeed.generate.params import SamplingParams
 from deepspeed.generate.sampler import seed_of
 from deepspeed.generate.scheduler import QueueFull
+from deepspeed.generate.sequence import PromptScores, SequenceState, Token, TopLogprobs
 from deepspeed.generate.sequence import Sequence as Generated
-from deepspeed.generate.sequence import SequenceState
 from deepspeed.generate.stops import TextStream, end_ids
 
 Prompt = str | Sequence[int]
 _NONE = (-1,)
 """In place of a token, where a continuation ended without one."""
-
-
-class Token(NamedTuple):
-    """A token of a request, as it became known."""
-
-    uid: int
-    index: int  # type: ignore[assignment]
-    """Which of the request's `n` continuations."""
-    id: int
-    """-1 where a continuation ended without a token."""
-    text: str
-    """What can be shown now; it may hold text of earlier tokens back, or bring it."""
-    logprob: float | None
-    top_logprobs: Mapping[int, float] | None
-    finish_reason: str | None
-    """"stop", "length", "cancelled" or "error" with the last token."""
-    cached_tokens: int
-    prompt_tokens: int
-    prompt_scores: Sequence[PromptScores] = ()
-    """Of the whole prompt, with the first token of a request that asks for `prompt_logprobs`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,10 @@ from deepspeed.generate.drafts import Drafter
 from deepspeed.generate.runner import Runner
 from deepspeed.generate.sampler import Sampler, greedy, plainly_greedy
 from deepspeed.generate.scheduler import ScheduledStep, ScheduledWork, Scheduler
+from deepspeed.generate.sequence import PromptScores, SequenceState, TopLogprobs
 from deepspeed.generate.sequence import Sequence as Generated
-from deepspeed.generate.sequence import SequenceState
 from deepspeed.ops.generate.sampling import SampleResult
 
-TopLogprobs = dict[int, float]
 _NO_SCORES: tuple[Sequence[float], Sequence[TopLogprobs]] = ((), ())
 
 
@@ -34,15 +33,6 @@ class SequenceUpdate(NamedTuple):
     logprobs: Sequence[float] = ()
     """Of the tokens, where they were asked for."""
     tops: Sequence[TopLogprobs] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Log-probabilities of prompt tokens from a position on."""
-
-    start: int
-    logprobs: list[float]
-    tops: list[TopLogprobs]
 
 
 class Guide(Protocol):

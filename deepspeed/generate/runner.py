@@ -19,7 +19,7 @@ from deepspeed.log import logger
 _MOST_GRAPHS = 96
 _TOKENS = (64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 """Padded sizes of steps with prompts; larger ones are not captured."""
-_SEQUENCES = (16, 128, 512, 1024)
+_SEQUENCES = (16, 128, 256, 512, 1024)
 _MKL_ROWS = 16
 _GUESSED = 8
 """Queries of a sequence in a step that verifies guesses, at most."""
@@ -60,8 +60,8 @@ class Runner:
         self.pending = torch.zeros(places, dtype=torch.int64, device=cache.device)
         """The last sampled id of each place."""
         self.tables = BlockTables(len(cache.plan.groups), places, table_width)
-        self.eager_reason: str | None = None
-        """Why graphs were given up."""
+        self._eager: set[bool] = set()
+        """Whether each sequence has one query, in steps for which graphs were given up."""
 
     def run(
         self, work: Sequence[ScheduledWork], places: Sequence[int], wanted: Sequence[int], targets: Sequence[int]
@@ -126,29 +126,27 @@ class Runner:
         pairs = {(size, min(row, size)) for size in sizes for row in rows}
         shapes += [BatchShape(size, row, row, size) for size, row in pairs]
         for shape in sorted(shapes, key=lambda each: (-each.tokens, -each.sequences)):
-            batch = self._batch(shape)
-            batch.clear()
-            batch.send()
-            self._captured(shape, batch)
-            if self.eager_reason is not None:
-                return
+            if (shape.most_queries == 1) not in self._eager:
+                batch = self._batch(shape)
+                batch.clear()
+                batch.send()
+                self._captured(shape, batch)
 
     def _captured(self, shape: BatchShape, batch: Batch) -> Tensor:
         """The logits of a graph, or of an eager forward where it cannot be captured."""
-        assert self._graphs is not None, "graphs were given up"
+        assert self._graphs is not None, "only shapes of graphs come here"
+        alone = shape.most_queries == 1
         try:
-            logits: Tensor = self._graphs.run((shape, batch), lambda: self._forward(batch))
-            return logits
+            if alone not in self._eager:
+                logits: Tensor = self._graphs.run((shape, batch), lambda: self._forward(batch))
+                return logits
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self._give_up(str(error))
-            return self._forward(batch)
-
-    def _give_up(self, reason: str) -> None:
-        self.eager_reason = reason
-        self._graphs = None
-        logger.warning("the model cannot be captured in graphs and runs without them, slower: %.300s", reason)
+            self._eager.add(alone)
+            which = "steps that decode" if alone else "steps with prompts"
+            logger.warning("%s cannot be captured in graphs and run without them, slower: %.300s", which, error)
+        return self._forward(batch)
 
     @property
     def graphs(self) -> int:

@@ -1,11 +1,45 @@
-"""`Sequence`: the tokens of one continuation, how far the cache holds them, and in which blocks."""
+"""`Sequence`: the tokens of one continuation, and the blocks that hold them; `Token`: one that became known."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import collections.abc
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from deepspeed.generate.params import SamplingParams
+
+TopLogprobs = dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of prompt tokens from a position on."""
+
+    start: int
+    logprobs: list[float]
+    tops: list[TopLogprobs]
+
+
+class Token(NamedTuple):
+    """A token of a request, as it became known."""
+
+    uid: int
+    index: int  # type: ignore[assignment]
+    """Which of the request's `n` continuations."""
+    id: int
+    """-1 where a continuation ended without a token."""
+    text: str
+    """What can be shown now; it may hold text of earlier tokens back, or bring it."""
+    logprob: float | None
+    top_logprobs: Mapping[int, float] | None
+    finish_reason: str | None
+    """"stop", "length", "cancelled" or "error" with the last token."""
+    cached_tokens: int
+    prompt_tokens: int
+    prompt_scores: collections.abc.Sequence[PromptScores] = ()
+    """Of the whole prompt, with the first token of a request that asks for `prompt_logprobs`."""
 
 
 class SequenceState(Enum):

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.pretrained import Empty, fill, stored_as, take_place, values_from
-from deepspeed.config.inference import RaggedInferenceEngineConfig
+from deepspeed.config.inference import RaggedInferenceEngineConfig, RaggedQuantizationConfig
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.errors import UsageError
 from deepspeed.fusion.build import FusionFinding, find, lines, put
@@ -76,7 +76,7 @@ def load(
     model.eval()
     if folder is not None or tiers:
         model.requires_grad_(False)
-    packing = _Packing(model, config)
+    packing = ModelPacking(model, packing_of(config.quantization))
 
     def ready(unit: StreamUnit) -> None:
         own = {each: empty[each] for each in unit.tensors() if isinstance(each, nn.Parameter) and each in empty}
@@ -89,7 +89,7 @@ def load(
     else:
         packing.add([""])
         model.to(device)
-    packing.told()
+    packing.told(required=True)
     return LoadedModel(model, folder, stream)
 
 
@@ -147,36 +147,50 @@ def _read(folder: Path, dtype: torch.dtype | None, axis: RankGroup | None, *, la
     return model, empty
 
 
-class _Packing:
+class ModelPacking:
     """Rounds weights, part of a model by part, before they go to the device: it never holds them in their dtype."""
 
-    def __init__(self, model: nn.Module, config: RaggedInferenceEngineConfig) -> None:
-        self._model, self._section = model, config.quantization
-        self._done: list[str] = []
+    def __init__(
+        self, model: nn.Module, packing: WeightPacking | None, own: Mapping[str, WeightPacking] | None = None
+    ) -> None:
+        """`packing`: None for not at all; `own`: parts of names → another way."""
+        self._model, self._packing, self._own = model, packing, own
+        self.done: list[str] = []
         self._left: dict[str, str] = {}
 
     def add(self, inside: Collection[str]) -> None:
         """Round the layers inside of these modules."""
-        section = self._section
-        if section.quantization_mode is not None:
-            packing = WeightPacking(
-                section.quantization_mode, section.group_size, section.symmetric, tuple(section.exclude)
-            )
-            done, left = pack_linears(self._model, packing, inside=inside)
-            self._done += done
+        if self._packing is not None:
+            done, left = pack_linears(self._model, self._packing, self._own, inside)
+            self.done += done
             self._left |= left
 
-    def told(self) -> None:
-        """Log what was rounded; nothing at all is an error."""
-        mode, left = self._section.quantization_mode, self._left
-        if mode is None:
+    def told(self, *, required: bool) -> None:
+        """Log what was rounded; nothing at all is an error where it is `required`."""
+        if self._packing is None:
             return
-        if not self._done:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:3]) or "there are none"
+        if required and not self.done:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self._left.items())[:3])
             raise UsageError(
-                f"quantization: no linear layer of {type(self._model).__name__} could be packed ({reasons})"
+                f"quantization: no linear layer of {type(self._model).__name__} could be packed "
+                f"({reasons or 'there are none'})"
             )
-        log_dist(f"quantization: {len(self._done)} linear layers hold {mode}, {len(left)} keep their dtype")
+        reasons = "; ".join(sorted({reason for reason in self._left.values() if reason != "excluded"}))
+        log_dist(
+            f"quantization: {len(self.done)} linear layers hold {self._packing.mode}, {len(self._left)} keep their "
+            f"dtype{reasons and f' ({reasons})'}"
+        )
+
+
+def packing_of(
+    section: RaggedQuantizationConfig, rounded: Callable[[Tensor], Tensor] | None = None
+) -> WeightPacking | None:
+    """How a section asks weights to be held; None for as they are."""
+    if section.quantization_mode is None:
+        return None
+    return WeightPacking(
+        section.quantization_mode, section.group_size, section.symmetric, tuple(section.exclude), rounded
+    )
 
 
 def inject(model: nn.Module, undo: ExitStack, *, streamed: bool, joins: bool = False, logged: bool = True) -> None:

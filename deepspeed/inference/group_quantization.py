@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deepspeed.comm.codec import BlockCodec, RangeCodec
 from deepspeed.errors import UsageError
 from deepspeed.fusion.packed_linear import packed_embedding
 from deepspeed.log import log_dist
@@ -34,53 +35,62 @@ def _checked(config: Mapping[str, Any]) -> tuple[int, int, int]:
             "weight quantization: symmetric is true; groups have a scale and a minimum here, set it to false"
         )
     size, dim = config.get("group_size"), config.get("group_dim", 1)
-    if not isinstance(size, int) or size < 1 or dim not in (0, 1):
+    if not isinstance(size, int) or size < 1 or dim not in (0, 1) or size * config["num_bits"] % 8:
+        even = ", even for 4 bits," if config["num_bits"] == 4 else ""
         raise UsageError(
-            f"weight quantization: group_size is {size!r} and group_dim {dim!r}, expected a number above 0 and 0 or 1"
+            f"weight quantization: group_size is {size!r} and group_dim {dim!r}, expected a number above 0{even} and "
+            "0 or 1"
         )
     return int(config["num_bits"]), size, int(dim)
 
 
-class Quantizer:
-    """Rounds tensors to integers by groups; two of 4 bits share a byte."""
+class _Groups:
+    """The codec of a config, over tensors whose groups lie along `group_dim`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
         self._bits, self._size, self._dim = _checked(config)
+        self._codec = RangeCodec(BlockCodec(f"int{self._bits}", self._size))
+
+    def _along(self, tensor: Tensor) -> Tensor:
+        """A matrix with groups along its rows; called a second time, as it was."""
+        return tensor if self._dim else tensor.t()
+
+    def _parts(self, message: Tensor, numel: int, lines: int) -> tuple[Tensor, Tensor, Tensor]:
+        payload, scales = self._codec.parts(message, numel)
+        codes, scale, middle = (each.view(lines, -1) for each in (payload, scales, self._codec.middles(message, numel)))
+        return codes, scale, middle
+
+
+class Quantizer(_Groups):
+    """Rounds matrices to integers by groups; two of 4 bits share a byte."""
 
     def quantize(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(uint8 numbers, scales, minima): the value of a number is number / scale + minimum."""
-        dim = self._dim
-        if tensor.shape[dim] % self._size:
+        """(codes in bytes, scales, middles of the ranges), with a line for each of those that groups lie along."""
+        if tensor.shape[self._dim] % self._size:
             raise UsageError(
-                f"weight quantization: group_size is {self._size}, which does not divide dim {dim} of "
+                f"weight quantization: group_size is {self._size}, which does not divide dim {self._dim} of "
                 f"{tuple(tensor.shape)}"
             )
-        groups = tensor.float().unflatten(dim, (-1, self._size))
-        low, high = groups.amin(dim + 1, keepdim=True), groups.amax(dim + 1, keepdim=True)
-        scale = (2**self._bits - 1) / (high - low).clamp(min=1e-5)
-        numbers = ((groups - low) * scale).round().clamp(0, 2**self._bits - 1).to(torch.uint8).flatten(dim, dim + 1)
-        if self._bits == 4:
-            if numbers.shape[-1] % 2:
-                raise UsageError(f"weight quantization: 4 bits need an even last dim, found {tuple(tensor.shape)}")
-            numbers = numbers[..., 0::2] << 4 | numbers[..., 1::2]
-        return numbers, scale.to(tensor.dtype), low.to(tensor.dtype)
+        along = self._along(tensor.detach())
+        return self._parts(self._codec.encode(along.reshape(1, -1)), tensor.numel(), len(along))
 
 
-class DeQuantizer:
+class DeQuantizer(_Groups):
     """Widens what a `Quantizer` of the same config rounded."""
 
     def __init__(self, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-        self.config, self.dtype = dict(config), dtype
-        self._bits, self._size, self._dim = _checked(config)
+        super().__init__(config)
+        self.dtype = dtype
 
     def dequantize(self, tensor: Tensor, quant_scale: Tensor, quant_min: Tensor) -> Tensor:
         """The values, in the dtype."""
-        if self._bits == 4:
-            tensor = torch.stack([tensor >> 4, tensor & 15], -1).flatten(-2)
-        groups = tensor.float().unflatten(self._dim, (-1, self._size))
-        whole: Tensor = (groups / quant_scale.float() + quant_min.float()).flatten(self._dim, self._dim + 1)
-        return whole.to(self.dtype)
+        lines, numel = len(tensor), tensor.numel() * 8 // self._bits
+        message = tensor.new_empty(1, self._codec.nbytes(numel))
+        for part, given in zip(self._parts(message, numel, lines), (tensor, quant_scale, quant_min), strict=True):
+            part.copy_(given)
+        whole = self._codec.decode(message, torch.empty(1, numel, dtype=self.dtype, device=tensor.device))
+        return self._along(whole.view(lines, -1)).contiguous()
 
 
 class _Held(nn.Module):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.pretrained import Empty, fill, take_place, values_from
 from deepspeed.comm.discover import local_ranks
-from deepspeed.config.inference import DeepSpeedInferenceConfig, QuantTypeEnum, WeightQuantConfig
+from deepspeed.config.inference import DeepSpeedInferenceConfig, QuantTypeEnum
 from deepspeed.config.memory import MemoryConfig
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.config.schema import Schema
@@ -24,10 +24,11 @@ from deepspeed.config.zero import OffloadDeviceEnum
 from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable, UsageError
 from deepspeed.fragments import DimSplit
 from deepspeed.fusion.build import find, lines, put
-from deepspeed.fusion.packed_linear import WeightPacking, pack_linears, rounding
+from deepspeed.fusion.packed_linear import WeightPacking, rounding
+from deepspeed.generate.weights import ModelPacking, packing_of
 from deepspeed.inference.checkpoint import SlicedFiles, fill_slices, find_files, save_slices, splits_for
 from deepspeed.inference.modules import KINDS, mark_blocks
-from deepspeed.log import log_dist, print_dist
+from deepspeed.log import print_dist
 from deepspeed.memory.streaming import StreamSettings, StreamUnit, WeightStream, stream_weights
 from deepspeed.moe.auto_ep import spread_blocks
 from deepspeed.moe.placement import cuts_of_experts, spread_experts
@@ -51,10 +52,6 @@ class Prepared:
     """Of the computation."""
     axis: RankGroup | None = None
     """The ranks that share layers."""
-    packed: list[str] = field(default_factory=list)
-    """The names of quantised layers."""
-    fused: list[str] = field(default_factory=list)
-    """The names of what fused kernels compute."""
     stream: WeightStream | None = None
     """What brings weights that are not on the device; None where all are."""
 
@@ -78,7 +75,7 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig, stack: ExitStack
         values_from(model, files if isinstance(files, Path) else files.whole)
         empty = take_place(model)
     _split(model, config, section, made, layout)
-    packed = _Packed(model, config)
+    packed = ModelPacking(model, *packings(config))
 
     def ready(unit: StreamUnit) -> None:
         own = {each: empty.pop(each) for each in unit.tensors() if isinstance(each, nn.Parameter) and each in empty}
@@ -96,9 +93,9 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig, stack: ExitStack
         model.to(device)
     else:
         made.stream = stream_weights(model, settings, device, ready, stack)
-    made.packed = packed.told()
+    packed.told(required=False)
     if config.replace_with_kernel_inject or config.use_triton:
-        made.fused = inject(model, stack)
+        inject(model, stack)
     model.eval()
     return made
 
@@ -269,41 +266,6 @@ def _save(model: nn.Module, config: DeepSpeedInferenceConfig, axis: RankGroup | 
     save_slices(model.state_dict(), Path(str(folder)), axis, splits_of(model))
 
 
-def packing_of(
-    weight: WeightQuantConfig, rounded: Callable[..., Any] | None, exclude: tuple[str, ...]
-) -> WeightPacking:
-    """How `quant.weight` asks weights to be held."""
-    mode, size = ("w8a16", 0) if weight.num_bits == 8 else ("w4a16", 128)
-    return WeightPacking(mode, size, weight.q_type is QuantTypeEnum.sym, exclude, rounded, weight.q_groups)
-
-
-class _Packed:
-    """Rounds weights and inputs of linear layers as a config asks."""
-
-    def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
-        self._model = model
-        self._packing, self._own = packings(config)
-        self._done: list[str] = []
-        self._left: dict[str, str] = {}
-
-    def add(self, inside: Collection[str]) -> None:
-        """Round the layers inside of these modules."""
-        if self._packing is not None:
-            done, left = pack_linears(self._model, self._packing, self._own, inside)
-            self._done += done
-            self._left |= left
-
-    def told(self) -> list[str]:
-        """The names of rounded layers, which are logged."""
-        if self._packing is not None:
-            reasons = sorted({reason for reason in self._left.values() if reason != "excluded"})
-            log_dist(
-                f"quantisation: {len(self._done)} linear layers hold their weights as {self._packing.mode}, "
-                f"{len(self._left)} keep them" + (f" ({'; '.join(reasons)})" if reasons else "")
-            )
-        return self._done
-
-
 def packings(config: DeepSpeedInferenceConfig) -> tuple[WeightPacking | None, dict[str, WeightPacking]]:
     """How weights are rounded, None for not at all; and parts of names → another way."""
     quant, ragged = config.quant, config.ragged.quantization if config.ragged is not None else None
@@ -316,14 +278,13 @@ def packings(config: DeepSpeedInferenceConfig) -> tuple[WeightPacking | None, di
         rounded = rounding(how.num_bits, how.q_type is QuantTypeEnum.sym, how.q_groups)
     if "qkv" in quant.model_fields_set and not quant.qkv.enabled:
         exclude = (*exclude, _QKV)
-    if ragged is not None and ragged.quantization_mode is not None:
-        packing = WeightPacking(
-            ragged.quantization_mode, ragged.group_size, ragged.symmetric, tuple(ragged.exclude), rounded
-        )
-    elif config.dtype is torch.int8 or given or inputs:
-        packing = packing_of(quant.weight, rounded, exclude)
-    else:
-        return None, {}
+    packing = packing_of(ragged, rounded) if ragged is not None else None
+    if packing is None:
+        if config.dtype is not torch.int8 and not given and not inputs:
+            return None, {}
+        mode, size = ("w8a16", 0) if quant.weight.num_bits == 8 else ("w4a16", 128)
+        symmetric = quant.weight.q_type is QuantTypeEnum.sym
+        packing = WeightPacking(mode, size, symmetric, exclude, rounded, quant.weight.q_groups)
     own = {
         part: WeightPacking(
             "w4a16" if int(how.get("num_bits", 8)) == 4 else "w8a16",
@@ -336,12 +297,10 @@ def packings(config: DeepSpeedInferenceConfig) -> tuple[WeightPacking | None, di
     return packing, own
 
 
-def inject(model: nn.Module, stack: ExitStack) -> list[str]:
-    """Put fused kernels in place of what they compute, and log the table: the names of the modules."""
+def inject(model: nn.Module, stack: ExitStack) -> None:
+    """Put fused kernels in place of what they compute, and log the table."""
     found = list(find(model, KINDS, serves="infer"))
     put(found, stack)
     told = lines(found) if found else ["nothing was found that fused kernels compute"]
     print_dist("\n".join(["Fused kernels", *told]))
-    names = [each.name for each in found if not hasattr(each.result, "reason")]
-    mark_blocks(model, names, stack)
-    return names
+    mark_blocks(model, [each.name for each in found if not hasattr(each.result, "reason")], stack)

@@ -1,7 +1,8 @@
 """Attention with two biases, as blocks of Evoformer have it, in memory that does not grow with the scores.
 
-softmax(Q·Kᵀ/√d + bias of keys + bias of pairs)·V is computed for a part of the rows at a time, and once more in
-backward. What is kept are the inputs, the output and a number for each query.
+softmax(Q·Kᵀ/√d + bias of keys + bias of pairs)·V: the reference computes it for a part of the rows at a time, kernels
+for tiles of scores, and both once more in backward. What is kept are the inputs, the output and two numbers for each
+query.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.errors import UsageError
+from deepspeed.ops.model.linear import takes
+from deepspeed.ops.registry import by_triton, op, reference
 
 __all__ = ["DS4Sci_EvoformerAttention"]
 
 _SCORES = 2**23
 """Scores that exist at a time: 32 MiB in fp32, which a large GPU keeps in its cache."""
+
+_WIDEST = 128
+"""Elements of a head that the kernels hold."""
 
 _Part = tuple[slice, slice, slice]
 """Samples, rows and queries."""
@@ -66,27 +72,28 @@ class _EvoformerAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *biases: Tensor) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        sums = query.new_empty((*query.shape[:2], query.shape[3], query.shape[2]), dtype=wide)
+        most, inverse = (
+            query.new_empty((*query.shape[:2], query.shape[3], query.shape[2], 1), dtype=wide) for _ in range(2)
+        )
         for part in _parts(query.shape, key.shape[2]):
             samples, rows, queries = part
             scores = _scores(_by_head(query[part], wide), _by_head(key[samples, rows], wide), biases, part)
-            most = scores.amax(-1, keepdim=True)
-            most.masked_fill_(most == -math.inf, 0.0)
-            weights = scores.sub_(most).exp_()
-            total = weights.sum(-1, keepdim=True)
+            top = scores.amax(-1, keepdim=True)
+            top.masked_fill_(top == -math.inf, 0.0)
+            weights = scores.sub_(top).exp_()
+            # A query that may attend to nothing gets zeros, and has weights of zero in backward.
+            share = weights.sum(-1, keepdim=True).reciprocal_().nan_to_num_(posinf=0.0)
             found = weights @ _by_head(value[samples, rows], wide)
-            out[part] = (found / total.masked_fill(total == 0, 1.0)).transpose(2, 3).to(out.dtype)
-            # A query that may attend to nothing has weights exp(-inf - inf) = 0 in backward, too.
-            logs = total.log().add_(most).masked_fill_(total == 0, math.inf)
-            sums[samples, rows, :, queries] = logs.squeeze(-1)
-        ctx.save_for_backward(query, key, value, out, sums, *biases)
+            out[part] = found.mul_(share).transpose(2, 3).to(out.dtype)
+            most[samples, rows, :, queries], inverse[samples, rows, :, queries] = top, share
+        ctx.save_for_backward(query, key, value, out, most, inverse, *biases)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, sums, *biases = ctx.saved_tensors
-        wide = sums.dtype
+        query, key, value, out, most, inverse, *biases = ctx.saved_tensors
+        wide = most.dtype
         # Where several parts add to a gradient it is summed in the wide dtype: keys and values only if queries are cut.
         cut = _steps(query.shape, key.shape[2])[1] < query.shape[2]
         grad_query = torch.empty_like(query)
@@ -100,7 +107,8 @@ class _EvoformerAttention(torch.autograd.Function):
             samples, rows, queries = part
             q, k, v = (_by_head(each, wide) for each in (query[part], key[samples, rows], value[samples, rows]))
             g, o = _by_head(grad[part], wide), _by_head(out[part], wide)
-            weights = _scores(q, k, biases, part).sub_(sums[samples, rows, :, queries].unsqueeze(-1)).exp_()
+            weights = _scores(q, k, biases, part).sub_(most[samples, rows, :, queries]).exp_()
+            weights.mul_(inverse[samples, rows, :, queries])
             grad_value[samples, rows] += (weights.transpose(-2, -1) @ g).transpose(2, 3)
             grad_scores = (g @ v.transpose(-2, -1)).sub_((g * o).sum(-1, keepdim=True)).mul_(weights)
             for total in grad_biases:
@@ -115,6 +123,53 @@ class _EvoformerAttention(torch.autograd.Function):
             grad_value.to(value.dtype),
             *(None if total is None else total.to(bias.dtype) for total, bias in zip(grad_biases, biases, strict=True)),
         )
+
+
+class _TiledAttention(torch.autograd.Function):
+    """The kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, pairs: Tensor | None
+    ) -> Tensor:
+        from deepspeed.ops.kernels import evoformer as kernels
+
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        mask, pairs = (None if bias is None else bias.contiguous() for bias in (mask, pairs))
+        out, *sums = kernels.forward(query, key, value, mask, pairs)
+        ctx.save_for_backward(query, key, value, out, *sums, mask, pairs)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from deepspeed.ops.kernels import evoformer as kernels
+
+        *saved, mask, pairs = ctx.saved_tensors
+        found = kernels.backward(tuple(saved), mask, pairs, grad.contiguous(), ctx.needs_input_grad[3:])
+        like = (*saved[:3], mask, pairs)
+        return tuple(
+            None if each is None or other is None else each.to(other.dtype)
+            for each, other in zip(found, like, strict=True)
+        )
+
+
+@reference("evoformer_attention")
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, pairs: Tensor | None) -> Tensor:
+    """softmax(Q·Kᵀ/√d + mask + pairs)·V of checked tensors."""
+    biases = [bias for bias in (mask, pairs) if bias is not None]
+    out: Tensor = _EvoformerAttention.apply(query, key, value, *biases)  # type: ignore[no-untyped-call]
+    return out
+
+
+@by_triton("evoformer_attention")
+def attend_in_tiles(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, pairs: Tensor | None) -> Tensor:
+    """The same by kernels, where they take the tensors."""
+    alike = query.dtype == key.dtype == value.dtype
+    if not (alike and takes(query) and query.shape[-1] <= _WIDEST):
+        return attend(query, key, value, mask, pairs)
+    out: Tensor = _TiledAttention.apply(query, key, value, mask, pairs)  # type: ignore[no-untyped-call]
+    return out
 
 
 def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
@@ -135,5 +190,5 @@ def DS4Sci_EvoformerAttention(Q: Tensor, K: Tensor, V: Tensor, biases: Sequence[
     for number, (bias, shape) in enumerate(zip(biases, shapes, strict=False), 1):
         if bias is not None and tuple(bias.shape) != shape:
             raise UsageError(f"bias {number} has shape {tuple(bias.shape)}; expected {shape}, by Q and K")
-    out: Tensor = _EvoformerAttention.apply(Q, K, V, *(bias for bias in biases if bias is not None))  # type: ignore[no-untyped-call]
+    out: Tensor = op("evoformer_attention")(Q, K, V, *biases, *(None,) * (len(shapes) - len(biases)))
     return out

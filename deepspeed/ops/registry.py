@@ -38,12 +38,12 @@ F = TypeVar("F", bound=Kernel)
 # The modules whose import registers the library's own operations.
 _FAMILIES = (
     "deepspeed.ops.multi_tensor",
-    "deepspeed.ops.adam.rule",
-    "deepspeed.ops.lion.rule",
-    "deepspeed.ops.lamb.rule",
-    "deepspeed.ops.adagrad.rule",
+    "deepspeed.ops.adam",
+    "deepspeed.ops.lion",
+    "deepspeed.ops.lamb",
+    "deepspeed.ops.adagrad",
     "deepspeed.ops.muon.momentum",
-    "deepspeed.ops.muon.newton_schulz",
+    "deepspeed.ops.muon.muon",
     "deepspeed.ops.grouped",
     "deepspeed.ops.model.norm",
     "deepspeed.ops.model.gated",
@@ -53,7 +53,8 @@ _FAMILIES = (
     "deepspeed.ops.model.linear_loss",
     "deepspeed.ops.codecs.rows",
     "deepspeed.ops.fp8.quantise",
-    "deepspeed.ops.fp8.linear",
+    "deepspeed.ops.fp8.groups",
+    "deepspeed.ops.fp8.product",
     "deepspeed.ops.generate.attention",
     "deepspeed.ops.generate.pages",
     "deepspeed.ops.generate.streaming",
@@ -61,6 +62,7 @@ _FAMILIES = (
     "deepspeed.ops.generate.packed",
     "deepspeed.ops.generate.sampling",
     "deepspeed.ops.sparse_attention.attend",
+    "deepspeed.ops.evoformer",
 )
 
 

@@ -1,8 +1,4 @@
-"""AutoSP: a model's attention over sequences that ranks share, of text, images, or both; and images among text.
-
-Ranks have parts of an image's features, and whole text. Each rank projects its features; all of them come together and
-take their places among the embeddings of the text, and each rank goes on with its part of the whole sequence.
-"""
+"""AutoSP: a model's attention over sequences that ranks share, of text, images, or both."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.utils.rnn import pad_sequence
 
 from deepspeed.errors import UsageError
 from deepspeed.sequence.exchange import (
@@ -39,10 +34,6 @@ from deepspeed.transformers.attention import (
 )
 
 __all__ = [
-    "InternVLFusionAdapter",
-    "LlavaFusionAdapter",
-    "ModalityFusionSPAdapter",
-    "Qwen2VLFusionAdapter",
     "UlyssesSPViTAttention",
     "auto_wrap_model_for_sp",
 ]
@@ -141,90 +132,6 @@ class UlyssesSPViTAttention(nn.Module):
 def _changed(found: Any, change: Any) -> Any:
     """The same structure with hidden states of another length; what an attention returns besides is of whole images."""
     return (change(found[0]), *found[1:]) if isinstance(found, tuple) else change(found)
-
-
-class ModalityFusionSPAdapter(nn.Module):
-    """The base of adapters; `fuse` of a subclass says where features go, such as to the places of `image_token_id`."""
-
-    def __init__(self, projection: nn.Module, process_group: ProcessGroup, image_token_id: int = -200) -> None:
-        super().__init__()
-        self.projection, self.process_group, self.image_token_id = projection, process_group, image_token_id
-
-    def forward(self, visual_features: Tensor, text_embeds: Tensor, input_ids: Tensor) -> Tensor:
-        """This rank's part, [batch, part, hidden], padded with zeros behind where ranks do not divide the whole.
-
-        `visual_features` are [batch, this rank's part, width of the image model]; text is whole on every rank.
-        """
-        size, rank = self.process_group.size(), self.process_group.rank()
-        part = self.projection(visual_features)
-        lengths = lengths_of_ranks([part], self.process_group)[0]
-        whole = of_all_ranks(part, lengths, self.process_group)
-        fused = self.fuse(whole, text_embeds, input_ids)
-        missing = -fused.shape[1] % size
-        if missing:
-            fused = torch.nn.functional.pad(fused, (0, 0, 0, missing))
-        return fused.chunk(size, 1)[rank].contiguous()
-
-    def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
-        """The whole sequence, of all features and all embeddings."""
-        raise UsageError(f"{type(self).__name__} does not say where the features of images go; use a subclass.")
-
-
-class LlavaFusionAdapter(ModalityFusionSPAdapter):
-    """One token stands for an image, and all of the image's features take its place; rows are padded to the longest."""
-
-    def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
-        rows = [self._row(*each) for each in zip(visual, text, ids, strict=True)]
-        return pad_sequence(rows, batch_first=True)
-
-    def _row(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
-        places = (ids == self.image_token_id).nonzero().flatten().tolist()
-        if not places:
-            return text
-        if visual.shape[0] % len(places):
-            raise UsageError(
-                f"a sequence has {len(places)} image tokens ({self.image_token_id}) and {visual.shape[0]} features of "
-                "images, which do not go evenly. Give every image as many features."
-            )
-        pieces, begin = [], 0
-        for place, features in zip(places, visual.chunk(len(places)), strict=True):
-            pieces += [text[begin:place], features]
-            begin = place + 1
-        return torch.cat([*pieces, text[begin:]])
-
-
-class InternVLFusionAdapter(ModalityFusionSPAdapter):
-    """Each token that stands for a feature gets one, in their order."""
-
-    def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
-        return _placed(visual, text, ids == self.image_token_id)
-
-
-class Qwen2VLFusionAdapter(ModalityFusionSPAdapter):
-    """What lies between the tokens that begin and end an image gets its features, in their order."""
-
-    def __init__(
-        self, projection: nn.Module, process_group: ProcessGroup, vision_start_token_id: int, vision_end_token_id: int
-    ) -> None:
-        super().__init__(projection, process_group)
-        self.vision_start_token_id, self.vision_end_token_id = vision_start_token_id, vision_end_token_id
-
-    def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
-        begins, ends = ids == self.vision_start_token_id, ids == self.vision_end_token_id
-        inside = (begins.cumsum(1) > ends.cumsum(1)) & ~begins
-        return _placed(visual, text, inside)
-
-
-def _placed(visual: Tensor, text: Tensor, places: Tensor) -> Tensor:
-    """Features in some places of the text, row by row."""
-    counts = places.sum(1).tolist()
-    if any(count not in (0, visual.shape[1]) for count in counts):
-        raise UsageError(
-            f"the sequences of a batch have {counts} places for features of images, which have {visual.shape[1]} per "
-            "sequence on all ranks together. Let them agree; a sequence without images has none."
-        )
-    taken = visual[places.any(1)].flatten(0, 1).to(text.dtype)
-    return text.masked_scatter(places[..., None].expand_as(text), taken)
 
 
 _CLASS_TOKENS = ("class_embedding", "cls_token")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from deepspeed.tensor_parallel.layer_splits import LayerSplit, SplitRegion
 from deepspeed.tensor_parallel.layers import (
     ColumnParallel,
     ExpertsParallel,
+    OverlappedInput,
     RowParallel,
     ShardInfo,
+    SharedInput,
+    Uncopied,
     VocabularyParallel,
 )
-from deepspeed.tensor_parallel.overlap import OverlappedInput, SharedInput, Uncopied
 from deepspeed.tensor_parallel.plan import SplitPlan
 from deepspeed.tensor_parallel.rules import SplitKind
 from deepspeed.transformers.replacement import class_before, put_whole, replacement
@@ -239,3 +242,34 @@ def marked_splits(model: nn.Module, ranks: int, known: Collection[str]) -> dict[
             return None
         found[name] = DimSplit.of(dim, [even(shape[dim] * ranks, ranks)])
     return found
+
+
+class GatherReplacedLayerParams:
+    """A context in which split parameters are whole; all ranks that share them enter and leave it.
+
+    What is written to them inside counts on every rank that wrote it: they are cut again at the end.
+    """
+
+    def __init__(self, params: Iterable[Tensor] | Tensor, module: nn.Module, enabled: bool = True) -> None:
+        wanted = {id(each) for each in ([params] if isinstance(params, Tensor) else params)}
+        self._found: dict[int, tuple[Tensor, Any, Any]] = {}
+        for layer in module.modules() if enabled else ():
+            share = cut_of(layer)
+            for name, split in {} if share is None else share.splits.items():
+                param = layer._parameters.get(name)
+                if param is not None and id(param) in wanted:
+                    self._found[id(param)] = param, split, share.axis  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        for param, split, axis in self._found.values():
+            if axis.size > 1:
+                param.data = whole_of(param.data, split, axis)
+
+    @torch.no_grad()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for param, split, axis in self._found.values():
+            if axis.size > 1:
+                param.data = split.cut(param.data, axis.rank).clone()

@@ -13,6 +13,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from deepspeed.errors import UsageError
+from deepspeed.transformers.replacement import Undo, put_whole, replacement
+from deepspeed.transformers.source import copied, exchanged, innermost
+
+MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
+"""The functions by which models make their masks."""
 
 
 @dataclass(frozen=True)
@@ -360,3 +365,17 @@ def free_name(prefix: str) -> str:
 
     known = AttentionInterface._global_mapping
     return next(name for name in map(f"{prefix}_{{}}".format, itertools.count()) if name not in known)
+
+
+def masks_in_python(model: nn.Module) -> list[Undo]:
+    """Keep what makes masks out of graphs: in Python it sees that a mask is causal alone, and need not exist."""
+    undone = []
+    for module in model.modules():
+        forward: Any = type(module).forward
+        inner = innermost(type(module))
+        names = getattr(getattr(inner, "__code__", None), "co_names", ())
+        masks = {name: torch.compiler.disable(inner.__globals__[name]) for name in MASKS if name in names}
+        outside = exchanged(forward, inner, copied(inner, masks)) if masks else None
+        if outside is not None and ("forward" not in module.__dict__ or replacement(module) is not None):
+            undone.append(put_whole(module, replacement(module) or forward, compiled=outside))
+    return undone

@@ -69,9 +69,9 @@ def put_forward(module: nn.Module, forward: Callable[..., Any], *, compiled: Cal
     return undo
 
 
-def put_whole(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+def put_whole(module: nn.Module, forward: Callable[..., Any], *, compiled: Callable[..., Any] | None = None) -> Undo:
     """As `put_forward`, for modules of which others read what they take: their signature stays."""
-    undo = put_forward(module, forward)
+    undo = put_forward(module, forward, compiled=compiled)
     module.forward.__func__.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
     return undo
 

@@ -4,10 +4,15 @@ from deepspeed.zero.agreement import RankAgreement as RankAgreement
 from deepspeed.zero.build import ZeroModel as ZeroModel
 from deepspeed.zero.gradients.reducer import GradientReducer as GradientReducer
 from deepspeed.zero.gradients.reduction import ReduceToOwners as ReduceToOwners
+from deepspeed.zero.gradients.sparse import sparse_all_gather as sparse_all_gather
+from deepspeed.zero.gradients.sparse import sparse_allreduce as sparse_allreduce
+from deepspeed.zero.gradients.sparse import sparse_allreduce_bucket as sparse_allreduce_bucket
+from deepspeed.zero.gradients.sparse import sparse_allreduce_no_retain as sparse_allreduce_no_retain
 from deepspeed.zero.parameters import gather as gather
 from deepspeed.zero.parameters.coded import RestingWeights as RestingWeights
 from deepspeed.zero.parameters.data import plain_data as plain_data
 from deepspeed.zero.parameters.data import writes as writes
+from deepspeed.zero.parameters.near import check_size as check_size
 from deepspeed.zero.parameters.nested_tensors import tensors_in as tensors_in
 from deepspeed.zero.parameters.parameter import plain_grad as plain_grad
 from deepspeed.zero.parameters.shapes import WholeShapes as WholeShapes

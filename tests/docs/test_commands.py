@@ -17,7 +17,7 @@ from benchmarks.cases import discover
 from deepspeed.bench import ds_bench
 from deepspeed.config.__main__ import main as look_at_config
 from deepspeed.data.__main__ import main as look_at_data
-from deepspeed.data.indexed_dataset import make_builder
+from deepspeed.data.indexed_dataset import MMapIndexedDatasetBuilder
 from deepspeed.inference.server import cli as serve_cli
 from deepspeed.io import ds_io, ds_nvme_tune
 from deepspeed.io.ds_nvme_tune import SWEEP
@@ -207,7 +207,7 @@ def test_what_routers_did(command, tmp_path, monkeypatch, capsys):
 
 def test_data(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    builder = make_builder("corpus.bin", impl="mmap", vocab_size=100)
+    builder = MMapIndexedDatasetBuilder("corpus.bin", dtype="uint16")
     for length in (3, 5, 2):
         builder.add_item(torch.arange(length))
         builder.end_document()
@@ -339,13 +339,6 @@ def test_checkpoint_tools(command, tmp_path):
     assert {*os.listdir(folder)} - {*before, "latest_universal"} == written
 
 
-@pytest.fixture
-def _loaded(request, monkeypatch):
-    """Examples that need Transformers find it loaded."""
-    if needs_clients(request.node.callspec.params["command"]):
-        monkeypatch.setattr(harness, "SERVER", CLIENT_SERVER)
-
-
 def program(words):
     """A `main` for the program that a command names, and its arguments."""
     name, *arguments = words
@@ -361,12 +354,32 @@ def program(words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [each for each in EXAMPLES if example_of(each) in SHORT], ids=str)
-@pytest.mark.usefixtures("_loaded")
+@pytest.mark.parametrize(
+    "command", [each for each in EXAMPLES if example_of(each) in SHORT and not needs_clients(each)], ids=str
+)
 @ranks(1, init=False, timeout=400)
 def test_example(command, tmp_path):
-    if needs_clients(command):
-        pytest.importorskip("accelerate" if command.words[0] == "accelerate" else "transformers")
+    run_example(command, tmp_path)
+
+
+@pytest.fixture
+def _loaded(monkeypatch):
+    """Transformers."""
+    monkeypatch.setattr(harness, "SERVER", CLIENT_SERVER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [each for each in EXAMPLES if example_of(each) in SHORT and needs_clients(each)], ids=str
+)
+@pytest.mark.usefixtures("_loaded")
+@ranks(1, init=False, timeout=400)
+def test_example_of_clients(command, tmp_path):
+    pytest.importorskip("accelerate" if command.words[0] == "accelerate" else "transformers")
+    run_example(command, tmp_path)
+
+
+def run_example(command, tmp_path):
     short = [word.format(tmp=tmp_path / "output") for word in SHORT[example_of(command)]]
     main, words = program([*command.words, *short])
 

@@ -18,3 +18,6 @@ def add_reductions(graph: StepGraph) -> None:
             graph.reduce(grad, parameter)
             returned[place] = None
     graph.output.args = (tuple(returned),)
+    seen = graph.output.meta.get("user_visible_output_idxs")
+    if seen is not None:  # inductor keeps the strides of what users get
+        graph.output.meta["user_visible_output_idxs"] = [place for place in seen if returned[place] is not None]

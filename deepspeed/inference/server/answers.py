@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from deepspeed.generate.params import SamplingParams
+from deepspeed.generate.sequence import Token
 from deepspeed.inference.server.continuation import Continuation, TokenScore
-from deepspeed.inference.server.engine import TokenEvent
 from deepspeed.inference.server.refusal import RequestRefused
 from deepspeed.inference.server.replica import Ticket
 from deepspeed.inference.server.service import Handle, Service
@@ -121,13 +121,13 @@ class Answer(Response):
                     self._service.text, asked.wanted, echo=echo, silent=asked.silent
                 )
 
-    def _add(self, event: TokenEvent) -> tuple[int, Continuation] | None:
+    def _add(self, event: Token) -> tuple[int, Continuation] | None:
         """Put a token to its text; None if the text has ended by a stop string."""
-        at, handle = self._handles[event.request]
+        at, handle = self._handles[event.uid]
         if event.prompt_scores:
             for each in range(self._asked.params.n):
                 self._texts[at * self._asked.params.n + each].score_prompt(self._asked.prompts[at], event.prompt_scores)
-        place = at * self._asked.params.n + event.choice
+        place = at * self._asked.params.n + event.index
         text = self._texts[place]
         if text.ended:
             return None
@@ -139,7 +139,7 @@ class Answer(Response):
         self._usage.completion += not self._asked.silent
         if text.add(event):
             self._open -= 1
-            if all(self._texts[place - event.choice + each].ended for each in range(self._asked.params.n)):
+            if all(self._texts[place - event.index + each].ended for each in range(self._asked.params.n)):
                 handle.cancel()
         return place, text
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.generate.params import SamplingParams
+from deepspeed.generate.sequence import Token
 from deepspeed.generate.stops import TextStream
-from deepspeed.inference.server.engine import TokenEvent
 from deepspeed.inference.server.text import TextModel
 
 
@@ -73,7 +73,7 @@ class Continuation:
             self._scores.append(TokenScore.make(self._text, token, logprob, top, min(offset, self._length)))
             offset += len(shown.push((token,)))
 
-    def add(self, event: TokenEvent) -> bool:
+    def add(self, event: Token) -> bool:
         """The next token; whether it ended the text."""
         ended = event.finish_reason is not None
         if self._silent:
@@ -82,13 +82,13 @@ class Continuation:
         offset = self._length
         piece = ""
         # A token that ends the text is no part of it, nor is one that stands for none.
-        if event.token >= 0 and event.finish_reason != "stop":
-            piece = self._stream.push((event.token,))
+        if event.id >= 0 and event.finish_reason != "stop":
+            piece = self._stream.push((event.id,))
             if self._scored:
-                made = TokenScore.make(self._text, event.token, event.logprob, event.top_logprobs, offset)
+                made = TokenScore.make(self._text, event.id, event.logprob, event.top_logprobs, offset)
                 self._scores.append(made)
-        if event.token >= 0:
-            self.tokens.append(event.token)
+        if event.id >= 0:
+            self.tokens.append(event.id)
         stopped = self._stream.stopped is not None
         if ended and not stopped:
             piece += self._stream.flush()

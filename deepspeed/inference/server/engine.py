@@ -20,26 +20,14 @@ from typing import Any, NamedTuple, Protocol
 from deepspeed.errors import DeepSpeedError, printable
 from deepspeed.generate.params import SamplingParams
 from deepspeed.generate.scheduler import QueueFull
+from deepspeed.generate.sequence import Token
 from deepspeed.log import logger
 
 _SETTLING = 2  # steps after a request ended, until its blocks are free and the statistics say so
 
 
-class TokenEvent(NamedTuple):
-    """One token of a request; of the last one `finish_reason` says why it is."""
-
-    request: int
-    choice: int  # which of the request's `n` texts
-    token: int
-    logprob: float | None = None
-    top_logprobs: Mapping[int, float] | None = None
-    finish_reason: str | None = None
-    cached_tokens: int = 0
-    prompt_scores: Sequence[Any] = ()  # `PromptScores` of the prompt, with the first token
-
-
 class Submit(NamedTuple):
-    """Generate; `request` is the number that events of it carry."""
+    """Generate; `request` is the number that tokens of it carry as their uid."""
 
     request: int
     prompt: Sequence[int]
@@ -71,7 +59,7 @@ class Ready(NamedTuple):
 class Stepped(NamedTuple):
     """What one step brought."""
 
-    events: list[TokenEvent]
+    events: list[Token]
     refused: list[Rejected]
     stats: dict[str, Any]
 
@@ -90,7 +78,7 @@ class TokenEngine(Protocol):
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> int: ...
 
-    def step(self) -> Sequence[Any]: ...
+    def step(self) -> Sequence[Token]: ...
 
     def cancel(self, uid: int) -> None: ...
 
@@ -149,7 +137,7 @@ class EngineLoop:
             self._left[uid] = command.params.n
         return refused
 
-    def step(self) -> list[TokenEvent]:
+    def step(self) -> list[Token]:
         """The tokens that became known, of requests that are still open."""
         events = []
         self._settling -= 1
@@ -157,18 +145,7 @@ class EngineLoop:
             request = self._requests.get(token.uid)
             if request is None:
                 continue
-            events.append(
-                TokenEvent(
-                    request,
-                    token.index,
-                    token.id,
-                    token.logprob,
-                    token.top_logprobs,
-                    token.finish_reason,
-                    token.cached_tokens,
-                    token.prompt_scores,
-                )
-            )
+            events.append(token._replace(uid=request))
             if token.finish_reason is not None:
                 self._left[token.uid] -= 1
                 if not self._left[token.uid]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -119,21 +120,8 @@ class _SampledBody(_Body):
         """How the engine samples; RequestRefused where a value cannot work."""
         try:
             return SamplingParams(
+                **{name: getattr(self, name) for name in _SAMPLED},
                 max_tokens=max_tokens,
-                min_tokens=self.min_tokens,
-                n=self.n,
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                min_p=self.min_p,
-                repetition_penalty=self.repetition_penalty,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                logit_bias=self.logit_bias,
-                stop=self.stop,
-                stop_token_ids=self.stop_token_ids,
-                ignore_eos=self.ignore_eos,
-                seed=self.seed,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 schema=None if self.response_format is None else self.response_format.schema_or_none,
@@ -141,6 +129,9 @@ class _SampledBody(_Body):
         except UsageError as error:
             message = str(error).removeprefix("SamplingParams: ")
             raise RequestRefused(400, message, param=message.split(" ")[0].split("[")[0]) from error
+
+
+_SAMPLED = _SampledBody.model_fields.keys() & {each.name for each in fields(SamplingParams)}
 
 
 class CompletionRequest(_SampledBody):

@@ -13,6 +13,7 @@ from typing import Any
 
 from deepspeed.errors import DeepSpeedError
 from deepspeed.generate.params import SamplingParams
+from deepspeed.generate.sequence import Token
 from deepspeed.inference.server.engine import (
     Cancel,
     EngineFactory,
@@ -21,7 +22,6 @@ from deepspeed.inference.server.engine import (
     Ready,
     Stepped,
     Submit,
-    TokenEvent,
     run,
 )
 from deepspeed.inference.server.metrics import Metrics
@@ -42,11 +42,11 @@ class Ticket:
     def __init__(self) -> None:
         self.created = monotonic()
         self.last: dict[tuple[int, int], float] = {}  # when the newest token of a text came
-        self._events: list[TokenEvent] = []
+        self._events: list[Token] = []
         self._failure: RequestRefused | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def push(self, event: TokenEvent) -> None:
+    def push(self, event: Token) -> None:
         """A token came."""
         self._events.append(event)
         self._wake()
@@ -60,7 +60,7 @@ class Ticket:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> list[TokenEvent]:
+    async def take(self) -> list[Token]:
         """The tokens that came since the last call, at least one."""
         while not self._events:
             if self._failure is not None:
@@ -192,21 +192,21 @@ class Replica:
                 retry = self._metrics.retry_after(self.waiting) if refused.status == 429 else None
                 ticket.fail(RequestRefused(refused.status, refused.message, retry_after=retry))
         for event in message.events:
-            entry = self._requests.get(event.request)
+            entry = self._requests.get(event.uid)
             if entry is None:  # cancelled
                 continue
             ticket, left = entry
-            self._unstarted.discard(event.request)
+            self._unstarted.discard(event.uid)
             self._measure(ticket, event, now)
             ticket.push(event)
             if event.finish_reason is not None:
                 if left == 1:
-                    del self._requests[event.request]
+                    del self._requests[event.uid]
                 else:
-                    self._requests[event.request] = (ticket, left - 1)
+                    self._requests[event.uid] = (ticket, left - 1)
 
-    def _measure(self, ticket: Ticket, event: TokenEvent, now: float) -> None:
-        key = event.request, event.choice
+    def _measure(self, ticket: Ticket, event: Token, now: float) -> None:
+        key = event.uid, event.index
         before = ticket.last.get(key)
         if before is None:
             self._metrics.first_token.add(now - ticket.created)

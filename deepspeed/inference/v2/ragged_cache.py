@@ -34,6 +34,8 @@ __all__ = [
     "split_kv",
 ]
 
+Blocks = Iterable[int] | int | Tensor
+
 
 class KVCacheType(Enum):
     """What a group of caches keeps of a sequence: everything, or the last tokens."""
@@ -53,6 +55,10 @@ class KVCacheConfig(InferenceSection):
     max_blocks_per_allocation_group: PositiveCount = key(64, "Blocks of one sequence in a table.")
 
 
+def _numbers(blocks: Blocks) -> list[int]:
+    return [int(block) for block in torch.as_tensor(blocks).flatten()]
+
+
 class BlockedAllocator:
     """A free list of block numbers."""
 
@@ -61,23 +67,18 @@ class BlockedAllocator:
             raise UsageError(f"BlockedAllocator: num_blocks is {num_blocks}, expected at least 1")
         self._total = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._held: set[int] = set()
 
     def allocate(self, num_blocks: int) -> Tensor:
         """Numbers of blocks that were free."""
         if num_blocks > len(self._free):
             raise UsageError(f"{num_blocks} blocks are asked for, {len(self._free)} of {self._total} are free")
-        found = [self._free.pop() for _ in range(num_blocks)]
-        self._held.update(found)
-        return torch.tensor(found, dtype=torch.int32)
+        return torch.tensor([self._free.pop() for _ in range(num_blocks)], dtype=torch.int32)
 
-    def free(self, blocks: Iterable[int] | int | Tensor) -> None:
+    def free(self, blocks: Blocks) -> None:
         """Give blocks back; one that is free already is an error, and nothing changes."""
-        given = [blocks] if isinstance(blocks, int) else [int(block) for block in torch.as_tensor(blocks).flatten()]
-        foreign = [block for block in given if block not in self._held]
-        if foreign or len(set(given)) != len(given):
-            raise UsageError(f"blocks {foreign or given} are not held, or are given back twice")
-        self._held.difference_update(given)
+        given, held = _numbers(blocks), set(range(self._total)).difference(self._free)
+        if len(held.intersection(given)) != len(given):
+            raise UsageError(f"blocks {given} are not held, or are given back twice")
         self._free += reversed(given)
 
     @property
@@ -96,62 +97,52 @@ class BlockedKVCache:
         mp_group: Any = None,
         offload: bool = False,
     ) -> None:
-        self._configs, self._offload = tuple(configs), offload
         device = torch.device(get_accelerator().current_device_name())
-        bytes_of = [
-            config.cache_shape[0] * config.block_size * 2 * config.cache_shape[1] * config.cache_shape[2]
-            * config.cache_dtype.value.itemsize
-            for config in self._configs
-        ]  # fmt: skip
-        if memory_config.mode is AllocationMode.ALLOCATE:
-            blocks = memory_config.size
-        else:
-            blocks = (get_accelerator().available_memory() - memory_config.size) // sum(bytes_of)
+        shapes = [(each.block_size, 2, *each.cache_shape[1:]) for each in configs]
+        dtypes = [each.cache_dtype.value for each in configs]
+        sizes = [
+            each.cache_shape[0] * torch.Size(shape).numel() * dtype.itemsize
+            for each, shape, dtype in zip(configs, shapes, dtypes, strict=True)
+        ]
+        blocks = memory_config.size
+        if memory_config.mode is AllocationMode.RESERVE:
+            blocks = (get_accelerator().available_memory() - memory_config.size) // sum(sizes)
         if mp_group is not None:
             least = torch.tensor([blocks], dtype=torch.int64, device=device)
             torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=mp_group)
             blocks = int(least)
         if blocks < 1:
-            raise UsageError(f"there is no room for a block of {sum(bytes_of)} bytes beside {memory_config.size} bytes")
-        self._allocators = [BlockedAllocator(blocks) for _ in self._configs]
+            raise UsageError(f"there is no room for a block of {sum(sizes)} bytes beside {memory_config.size} bytes")
+        self._offloads = offload
+        self._allocators = [BlockedAllocator(blocks) for _ in configs]
         self._caches = [
-            [
-                torch.zeros(
-                    (blocks, config.block_size, 2, *config.cache_shape[1:]),
-                    dtype=config.cache_dtype.value,
-                    device=device,
-                )
-                for _ in range(config.cache_shape[0])
-            ]
-            for config in self._configs
+            [torch.zeros((blocks, *shape), dtype=dtype, device=device) for _ in range(each.cache_shape[0])]
+            for each, shape, dtype in zip(configs, shapes, dtypes, strict=True)
         ]
-        self._host: list[dict[int, list[Tensor]]] = [{} for _ in self._configs]
-        self._next = 0
+        self._host: list[dict[int, list[Tensor]]] = [{} for _ in configs]
 
     def reserve(self, num_blocks: int, cache_group: int = 0) -> Tensor:
         """Numbers of free blocks."""
         return self._allocators[cache_group].allocate(num_blocks)
 
-    def free(self, blocks: Iterable[int], cache_group: int = 0) -> None:
+    def free(self, blocks: Blocks, cache_group: int = 0) -> None:
         """Give blocks back."""
         self._allocators[cache_group].free(blocks)
 
-    def offload(self, blocks: Iterable[int], cache_group: int = 0) -> Tensor:
+    def offload(self, blocks: Blocks, cache_group: int = 0) -> Tensor:
         """Move the content of blocks to host memory, and free them; returns numbers for `restore`."""
-        if not self._offload:
+        if not self._offloads:
             raise UsageError("BlockedKVCache.offload: the cache was made with offload=False")
-        held, found = self._host[cache_group], []
-        given = [int(block) for block in torch.as_tensor(blocks).flatten()]
-        for block in given:
-            held[self._next] = [cache[block].to("cpu", copy=True) for cache in self._caches[cache_group]]
-            found.append(self._next)
-            self._next += 1
+        given, held = _numbers(blocks), self._host[cache_group]
+        first = max(held, default=-1) + 1
+        for number, block in enumerate(given, first):
+            held[number] = [cache[block].to("cpu", copy=True) for cache in self._caches[cache_group]]
         self.free(given, cache_group)
-        return torch.tensor(found, dtype=torch.int32)
+        return torch.arange(first, first + len(given), dtype=torch.int32)
 
-    def restore(self, blocks: Iterable[int], cache_group: int = 0) -> Tensor:
+    def restore(self, blocks: Blocks, cache_group: int = 0) -> Tensor:
         """Bring back what `offload` moved; returns the blocks where it lies now."""
-        given = [int(block) for block in torch.as_tensor(blocks).flatten()]
+        given = _numbers(blocks)
         found = self.reserve(len(given), cache_group)
         for number, block in zip(given, found.tolist(), strict=True):
             for cache, saved in zip(self._caches[cache_group], self._host[cache_group].pop(number), strict=True):
@@ -203,28 +194,18 @@ class DSSequenceDescriptor(BaseSequenceDescriptor):
         kv_cache_ids_shadow: Sequence[Tensor],
         max_context: int = -1,
     ) -> None:
-        self.tracking_id, self.max_context = tracking_id, max_context
-        self.seen_tokens = self.in_flight_tokens = 0
-        self._device, self._host = tuple(kv_cache_ids), tuple(kv_cache_ids_shadow)
-        self._counts = [0] * len(self._host)
-
-    @property
-    def cur_allocated_blocks(self) -> int:  # type: ignore[override]
-        """Blocks of all groups."""
-        return sum(self._counts)
-
-    @property
-    def kv_blocks_ptr(self) -> int:  # type: ignore[override]
-        """Where the first table lies on the device."""
-        return self._device[0].data_ptr()
+        super().__init__(kv_blocks_ptr=kv_cache_ids[0].data_ptr())
+        self.tracking_id, self.max_context, self.in_flight_tokens = tracking_id, max_context, 0
+        self._tables = tuple(kv_cache_ids_shadow), tuple(kv_cache_ids)
+        self._counts = [0] * len(self._tables[0])
 
     def kv_cache_ids(self, cache_group: int = 0, on_device: bool = False) -> Tensor:
         """The table of a group."""
-        return (self._device if on_device else self._host)[cache_group]
+        return self._tables[on_device][cache_group]
 
     def all_block_ids(self, cache_group: int = 0) -> Tensor:
         """The blocks of a group."""
-        return self._host[cache_group].flatten()[: self._counts[cache_group]]
+        return self._tables[0][cache_group].flatten()[: self._counts[cache_group]]
 
     def pre_forward(self, num_tokens: int) -> None:
         """So many tokens are in flight."""
@@ -237,21 +218,25 @@ class DSSequenceDescriptor(BaseSequenceDescriptor):
 
     def extend_kv_cache(self, new_ids: Sequence[Tensor] | Tensor, cache_group: int = 0) -> None:
         """Add blocks at the end of a table."""
-        added = torch.cat(list(new_ids)) if isinstance(new_ids, (list, tuple)) else torch.as_tensor(new_ids)
-        start, stop = self._counts[cache_group], self._counts[cache_group] + added.numel()
-        table = self._host[cache_group].flatten()
-        if stop > table.numel():
-            raise UsageError(f"sequence {self.tracking_id} has room for {table.numel()} blocks, {stop} are asked for")
-        for each in (self._host, self._device):
-            each[cache_group].view(-1)[start:stop].copy_(added)
-        self._counts[cache_group] = stop
+        self._set([*_numbers(self.all_block_ids(cache_group)), *_joined(new_ids)], cache_group)
 
     def free_kv_cache(self, free_ids: Sequence[Tensor] | Tensor, cache_group: int = 0) -> None:
         """Take blocks out of a table; the others move up."""
-        gone = torch.cat(list(free_ids)) if isinstance(free_ids, (list, tuple)) else torch.as_tensor(free_ids)
-        kept = [block for block in self.all_block_ids(cache_group).tolist() if block not in set(gone.tolist())]
-        self._counts[cache_group] = 0
-        self.extend_kv_cache(torch.tensor(kept, dtype=torch.int32), cache_group)
+        gone = set(_joined(free_ids))
+        self._set([block for block in _numbers(self.all_block_ids(cache_group)) if block not in gone], cache_group)
+
+    def _set(self, blocks: list[int], cache_group: int) -> None:
+        room = self._tables[0][cache_group].numel()
+        if len(blocks) > room:
+            raise UsageError(f"sequence {self.tracking_id} has room for {room} blocks, {len(blocks)} are asked for")
+        for tables in self._tables:
+            tables[cache_group].view(-1)[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        self._counts[cache_group] = len(blocks)
+        self.cur_allocated_blocks = sum(self._counts)
+
+
+def _joined(ids: Sequence[Tensor] | Tensor) -> list[int]:
+    return _numbers(torch.cat(list(ids)) if isinstance(ids, (list, tuple)) else torch.as_tensor(ids))
 
 
 class DSStateManager:
@@ -262,7 +247,11 @@ class DSStateManager:
     ) -> None:
         self._config, self._kv_configs = config, tuple(kv_configs)
         self._cache = BlockedKVCache(self._kv_configs, config.memory_config, base_mp_group, config.offload)
+        self.get_cache, self.allocate_blocks = self._cache.get_cache, self._cache.reserve
+        self.kv_block_size = self._kv_configs[0].block_size
+        self.n_kv_cache_groups = self._cache.num_caches
         self.tracked_sequences: dict[int, DSSequenceDescriptor] = {}
+        self.get_sequence = self.tracked_sequences.get
 
     @property
     def n_tracked_sequences(self) -> int:
@@ -270,31 +259,9 @@ class DSStateManager:
         return len(self.tracked_sequences)
 
     @property
-    def kv_block_size(self) -> int:
-        """Tokens of a block, of the first group."""
-        return self._kv_configs[0].block_size
-
-    @property
-    def n_kv_cache_groups(self) -> int:
-        """Groups of caches."""
-        return self._cache.num_caches
-
-    @property
     def free_blocks(self) -> Tensor:
         """Of each group."""
         return self._cache.free_blocks
-
-    def get_cache(self, cache_id: int, cache_group: int = 0) -> Tensor:
-        """See `BlockedKVCache`."""
-        return self._cache.get_cache(cache_id, cache_group)
-
-    def allocate_blocks(self, n_blocks: int, cache_group: int = 0) -> Tensor:
-        """Free blocks of a group."""
-        return self._cache.reserve(n_blocks, cache_group)
-
-    def get_sequence(self, uid: int) -> DSSequenceDescriptor | None:
-        """A sequence that is there."""
-        return self.tracked_sequences.get(uid)
 
     def get_or_create_sequence(self, uid: int) -> DSSequenceDescriptor:
         """A sequence, which begins now if it is not there."""
@@ -304,19 +271,16 @@ class DSStateManager:
                     f"{self.n_tracked_sequences} sequences are there, max_tracked_sequences allows no more"
                 )
             sizes = [-(-self._config.max_context // each.block_size) for each in self._kv_configs]
-            device = self._cache.get_cache(0).device
             tables = [torch.zeros((1, size), dtype=torch.int32) for size in sizes]
-            there = [table.to(device, copy=True) for table in tables]
+            there = [table.to(self._cache.get_cache(0).device, copy=True) for table in tables]
             self.tracked_sequences[uid] = DSSequenceDescriptor(uid, there, tables, self._config.max_context)
         return self.tracked_sequences[uid]
 
     def flush_sequence(self, uid: int) -> None:
         """Forget a sequence, and free its blocks."""
         sequence = self.tracked_sequences.pop(uid, None)
-        if sequence is None:
-            return
-        for group in range(self.n_kv_cache_groups):
-            self._cache.free(sequence.all_block_ids(group), group)
+        for group in range(self.n_kv_cache_groups if sequence is not None else 0):
+            self._cache.free(sequence.all_block_ids(group), group)  # type: ignore[union-attr]
 
 
 class RaggedBatchWrapper:
@@ -329,22 +293,17 @@ class RaggedBatchWrapper:
     def clear(self) -> None:
         """Begin a new batch."""
         self._tokens: list[Tensor] = []
-        self._sequences: list[BaseSequenceDescriptor] = []
 
     def insert_sequence(self, seq_descriptor: BaseSequenceDescriptor, tokens: Tensor, do_checks: bool = True) -> None:
         """Add tokens of a sequence."""
-        flat = tokens.flatten()
-        if do_checks and self.current_sequences + 1 > self._config.max_ragged_sequence_count:
-            raise UsageError(
-                f"the batch has {self.current_sequences} sequences, max_ragged_sequence_count allows no more"
-            )
-        if do_checks and self.current_tokens + flat.numel() > self._config.max_ragged_batch_size:
-            raise UsageError(
-                f"{self.current_tokens} + {flat.numel()} tokens are more than max_ragged_batch_size "
-                f"({self._config.max_ragged_batch_size})"
-            )
-        self._tokens.append(flat)
-        self._sequences.append(seq_descriptor)
+        counts = {
+            "max_ragged_sequence_count": self.current_sequences + 1,
+            "max_ragged_batch_size": self.current_tokens + tokens.numel(),
+        }
+        for name, count in counts.items() if do_checks else ():
+            if count > (most := getattr(self._config, name)):
+                raise UsageError(f"the batch would have {count} sequences or tokens, above {name} ({most})")
+        self._tokens.append(tokens.flatten())
 
     @property
     def current_tokens(self) -> int:
@@ -354,13 +313,13 @@ class RaggedBatchWrapper:
     @property
     def current_sequences(self) -> int:
         """Sequences of the batch."""
-        return len(self._sequences)
+        return len(self._tokens)
 
     def input_ids(self) -> Tensor:
         """All tokens, one sequence after the other."""
-        return torch.cat(self._tokens) if self._tokens else torch.zeros(0, dtype=torch.int64)
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *self._tokens])
 
     def tokens_to_seq(self) -> Tensor:
         """The sequence of each token."""
-        counts = torch.tensor([each.numel() for each in self._tokens])
-        return torch.arange(len(self._tokens)).repeat_interleave(counts) if self._tokens else torch.zeros(0).long()
+        counts = torch.tensor([len(each) for each in self._tokens], dtype=torch.int64)
+        return torch.arange(len(counts)).repeat_interleave(counts)

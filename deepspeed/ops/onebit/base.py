@@ -39,6 +39,9 @@ class MomentumExchange(Protocol):
     def advance(self, members: Sequence[Member]) -> None:
         """Add local gradients to the momenta of what was settled in `prepare`; then take means of their signs."""
 
+    def mean_gradients(self, settled: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """The mean of gradients of what was settled in `prepare`, as their signs tell it; float32."""
+
     def over_pieces(self, params: Sequence[Tensor], rows: Tensor, *, largest: bool) -> Tensor:
         """Rows of numbers of these, summed over all pieces of each parameter, or the largest; float64."""
 
@@ -132,6 +135,18 @@ class OneBitOptimizer(DeviceOptimizer):
             return
         for group, param, momentum in members:
             momentum.lerp_(gradient_of(param), 1 - group["betas"][0])
+
+    def unit_of(self, group: Group) -> float:
+        """What momenta of a group are multiplied by in an exchange: errors are kept in these units."""
+        return 1.0
+
+    def counts(self) -> list[int]:
+        """How far the optimizer is; ranks that own nothing take the numbers of others after a load."""
+        return [self.steps]
+
+    def resume(self, counts: Sequence[int]) -> None:
+        """Go on from what `counts` gave."""
+        self.steps = counts[0]
 
     def _exchanged(self, values: Mapping[Any, Tensor]) -> None:
         """Means of signs of tensors of any shape, in place."""

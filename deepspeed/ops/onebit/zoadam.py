@@ -5,17 +5,22 @@ after each `var_update_scaler` updates; in between, the momentum is advanced wit
 it the variance stays, and ranks take steps of their own with their own gradients. Every `local_step_interval` steps,
 a number that doubles after each `local_step_scaler` steps up to `local_step_clipper`, they undo these and take the
 mean of signs of what they did together, from which the momentum follows.
+
+[Note: no local steps] A rank that steps alone needs the whole variance, and a momentum and a sum of its own for every
+parameter. Where ranks own pieces, `local_step_clipper` has to be 1: each step ends with an exchange. What a rank did
+since the last one is then its momentum times lr / (1 − β1ᵗ), so signs of that are exchanged in place of sums, and only
+the owner adds decay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from deepspeed.ops.adam.rule import ADAM, AdamRule
+from deepspeed.ops.adam import ADAM, AdamRule
 from deepspeed.ops.batch_rule import BatchRule
 from deepspeed.ops.moments import Group
 from deepspeed.ops.onebit.adam import corrections, denominator
@@ -107,7 +112,9 @@ class ZeroOneAdam(OneBitOptimizer):
             members = [(group, param) for group, settled, _ in divided for param in settled]
             for _, param in members:
                 self.state[param]["step"] += 1
-            if self.frozen:
+            if self.frozen and self.exchange is not None and self.exchange.owned:
+                self._step_together(members)
+            elif self.frozen:
                 self._step_locally(members)
             else:
                 self._step_by_signs(members)
@@ -115,11 +122,24 @@ class ZeroOneAdam(OneBitOptimizer):
 
     def _step_by_signs(self, members: list[tuple[Group, Tensor]]) -> None:
         """The momentum is advanced with the mean of signs of gradients."""
-        gradients = {param: gradient_of(param).to(torch.float32, copy=True) for _, param in members}
-        self._exchanged(gradients)
+        params = [param for _, param in members]
+        if self.exchange is None:
+            gradients = {param: gradient_of(param).to(torch.float32, copy=True) for param in params}
+        else:
+            gradients = self.exchange.mean_gradients(params)
         for group, param in members:
             self.state[param]["exp_avg"].lerp_(masked(group, gradients[param]).to(param.dtype), 1 - group["betas"][0])
             self._move(group, param)
+
+    def _step_together(self, members: list[tuple[Group, Tensor]]) -> None:
+        """See [Note: no local steps]."""
+        self._advance_momenta([(group, param, self.state[param]["exp_avg"]) for group, param in members])
+        for group, param in members:
+            self._move(group, param)
+
+    def unit_of(self, group: Group) -> float:
+        """By how much a momentum moves parameters, but for their variance; a momentum that does not is as it is."""
+        return float(group["lr"] / corrections(group, self.steps + 1, 1)[0]) or 1.0
 
     def _step_locally(self, members: list[tuple[Group, Tensor]]) -> None:
         """A step of this rank alone; all of them come together where it is due."""
@@ -152,7 +172,7 @@ class ZeroOneAdam(OneBitOptimizer):
         Undoing a step rounds, on each rank in its own way, so the mean is taken of parameters, too.
         """
         held = [(group, param) for group in self.param_groups for param in self._divided(group)[0]]
-        if self.exchange is None or not self.frozen:
+        if self.exchange is None or self.exchange.owned or not self.frozen:
             return
         with torch.no_grad():
             if any(self.state[param]["lrs"] for _, param in held):
@@ -187,6 +207,13 @@ class ZeroOneAdam(OneBitOptimizer):
             self.exchange.forget()  # what signs left out of gradients says nothing of steps
         for state in self.state.values():
             state.update(schedule)
+
+    def counts(self) -> list[int]:
+        return [*super().counts(), *self.schedule.values()]
+
+    def resume(self, counts: Sequence[int]) -> None:
+        super().resume(counts)
+        self.schedule = dict(zip(_FIRST, counts[1:], strict=True))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See `OneBitOptimizer`; the intervals are those of the states."""

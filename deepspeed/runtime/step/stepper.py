@@ -23,8 +23,7 @@ from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.ops.optimizer import BatchOptimizer
 from deepspeed.ops.precompile import Scene
 from deepspeed.precision.scale import LossScale
-from deepspeed.runtime.backward import Backward
-from deepspeed.runtime.model_parameters import ModelParameters
+from deepspeed.runtime.backward import Backward, ModelParameters
 from deepspeed.zero.interface import (
     GradientReducer,
     OptimizerStates,
@@ -331,7 +330,8 @@ def step_scenes(optimizer: Optimizer, states: OptimizerStates, accumulate: torch
         return
     for group in states.groups:
         # one whose size is no multiple of 16 decides for all that a kernel updates together
-        for piece in sorted(group.pieces, key=lambda each: each.master.numel() % 16 == 0)[:1]:
+        trained = (piece for piece in group.pieces if piece.param.requires_grad)
+        for piece in sorted(trained, key=lambda each: each.master.numel() % 16 == 0)[:1]:
             grad = piece.param.dtype if isinstance(group, WholeGroup) else accumulate
             place = next(at for at, options in enumerate(optimizer.param_groups) if options is group.options)
             yield partial(_compile_step, optimizer, place, piece, grad)

@@ -85,8 +85,8 @@ class OwnedSigns(SignReduction):
         self._settled: list[_Unit] = []
         self._momenta = torch.empty(0)
         """What came last from owners, `[ranks, bytes]`."""
-        self._columns: dict[tuple[str, int], int] = {}
-        """Where the pieces begin in it that are known by it."""
+        self._columns: dict[tuple[str, int], tuple[int, float]] = {}
+        """Where the pieces begin in it that are known by it, and in what unit."""
         self._seen: dict[int, tuple[int, int]] = {}
         """The momenta of this rank as they were left, by the id of what the optimizer updates."""
 
@@ -153,8 +153,7 @@ class OwnedSigns(SignReduction):
 
     def _average(self, unit: _Unit) -> None:
         """The mean gradient of a parameter without a variance that stays, for its owners."""
-        device = unit.param.device
-        mean = self.local.get(unit.key, torch.zeros(len(unit.owners), unit.row, device=device))
+        mean = self._gradient(unit)
         self.exact_mean([mean])
         if unit.piece is not None:
             place = self.rank - unit.owners.start
@@ -164,32 +163,62 @@ class OwnedSigns(SignReduction):
     @torch.no_grad()
     def advance(self, members: Sequence[Member]) -> None:
         """See `MomentumExchange`; of all pieces that are settled, whoever owns them."""
-        units, momenta = self._settled, {id(param): momentum for _, param, momentum in members}
-        if not units:
+        momenta = {id(param): momentum for _, param, momentum in members}
+        rates = {unit.key: self._optimizer.unit_of(unit.options) for unit in self._settled}
+
+        def advanced(unit: _Unit) -> Tensor:
+            values = self._momentum(unit, momenta)
+            return values.lerp_(self._gradient(unit), 1 - unit.options["betas"][0]).mul_(rates[unit.key])
+
+        if not self._settled:
             return
+        own, columns = self._mean_of_signs(advanced, "signs of momenta")
+        everything = own.new_empty(self.size, own.shape[1])
+        with comm.labelled("signs of mean momenta", codec=SIGN.name):
+            comm.all_gather_into_tensor(everything.view(-1), own.view(-1), group=self._axis.group)
+        self._momenta = everything
+        self._columns = {key: (column, rates[key]) for key, column in columns.items()}
+        for unit in self._settled:
+            if unit.piece is not None:
+                momentum = momenta[id(unit.piece.master)]
+                momentum.copy_(self._own(unit, own, columns).div_(rates[unit.key]))
+                self._seen[id(unit.piece.master)] = id(momentum), momentum._version
+
+    @torch.no_grad()
+    def mean_gradients(self, settled: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """See `MomentumExchange`; the owners alone need them."""
+        if not self._settled:
+            return {}
+        own, columns = self._mean_of_signs(lambda unit: self._gradient(unit).clone(), "signs of gradients")
+        pieces = [(unit, unit.piece.master) for unit in self._settled if unit.piece is not None]
+        return {master: self._own(unit, own, columns) for unit, master in pieces}
+
+    def _mean_of_signs(
+        self, values_of: Callable[[_Unit], Tensor], label: str
+    ) -> tuple[Tensor, dict[tuple[str, int], int]]:
+        """The signs of means of what all ranks have for the pieces of this one, and where each piece begins in them."""
+        units = self._settled
         columns, width = _columns(units, self.size)
         sent = torch.zeros(self.size, width, dtype=torch.uint8, device=units[0].param.device)
         for unit in units:
             message = sent[unit.rows].narrow(1, columns[unit.key], SIGN.nbytes(unit.row))
-            values = self._momentum(unit, momenta)
-            gradient = self.local.get(unit.key)
-            values.lerp_(torch.zeros_like(values) if gradient is None else gradient, 1 - unit.options["betas"][0])
+            values = values_of(unit)
             error = self._error(unit).worker.view(values.shape)
             unit.trim(values.add_(error))
             unit.trim(torch.sub(values, unit.encode(values, message, unit.lengths), out=error))
         came, own = torch.empty_like(sent), sent.new_zeros(1, width)
-        with comm.labelled("signs of momenta"):
+        with comm.labelled(label, codec=SIGN.name):
             comm.all_to_all_single(came.view(-1), sent.view(-1), group=self._axis.group)
         for unit in units:
             if unit.piece is not None:
                 column, size = columns[unit.key], SIGN.nbytes(unit.row)
                 self._mean(unit, came.narrow(1, column, size), own.narrow(1, column, size))
-        with comm.labelled("signs of mean momenta"):
-            comm.all_gather_into_tensor(sent.view(-1), own.view(-1), group=self._axis.group)
-        self._momenta, self._columns = sent, columns
-        for unit in units:
-            if unit.piece is not None:
-                self._take(unit, momenta[id(unit.piece.master)])
+        return own, columns
+
+    def _gradient(self, unit: _Unit) -> Tensor:
+        """That of this rank, of all rows."""
+        found = self.local.get(unit.key)
+        return torch.zeros(len(unit.owners), unit.row, device=unit.param.device) if found is None else found
 
     def over_pieces(self, params: Sequence[Tensor], rows: Tensor, *, largest: bool) -> Tensor:
         """See `MomentumExchange`."""
@@ -216,9 +245,9 @@ class OwnedSigns(SignReduction):
     def _momentum(self, unit: _Unit, momenta: Mapping[int, Tensor]) -> Tensor:
         """The momenta of all rows after the last exchange, float32."""
         values = torch.zeros(len(unit.owners), unit.row, device=unit.param.device)
-        column = self._columns.get(unit.key)
-        if column is not None:
-            return SIGN.decode(self._momenta[unit.rows].narrow(1, column, SIGN.nbytes(unit.row)), values)
+        if unit.key in self._columns:
+            column, rate = self._columns[unit.key]
+            return SIGN.decode(self._momenta[unit.rows].narrow(1, column, SIGN.nbytes(unit.row)), values).div_(rate)
         if unit.piece is not None:
             place = self.rank - unit.owners.start
             values[place, : unit.lengths[place]] = momenta[id(unit.piece.master)].view(-1)
@@ -226,14 +255,12 @@ class OwnedSigns(SignReduction):
             comm.all_reduce(values, group=self._axis.group)
         return values
 
-    def _take(self, unit: _Unit, momentum: Tensor) -> None:
-        """Make the new momentum of this rank's piece the optimizer's."""
+    def _own(self, unit: _Unit, own: Tensor, columns: Mapping[tuple[str, int], int]) -> Tensor:
+        """What signs say of this rank's piece."""
         assert unit.piece is not None, "this rank owns it"
-        size, place = SIGN.nbytes(unit.row), self.rank - unit.owners.start
-        message = self._momenta[self.rank : self.rank + 1].narrow(1, self._columns[unit.key], size)
-        values = SIGN.decode(message, torch.empty(1, unit.row, device=momentum.device))
-        momentum.copy_(values[0, : unit.lengths[place]].view(momentum.shape))
-        self._seen[id(unit.piece.master)] = id(momentum), momentum._version
+        length, master = unit.lengths[self.rank - unit.owners.start], unit.piece.master
+        message = own.narrow(1, columns[unit.key], SIGN.nbytes(unit.row))
+        return SIGN.decode(message, torch.empty(1, unit.row, device=own.device))[0, :length].view(master.shape)
 
     def _error(self, unit: _Unit) -> SignErrors:
         sizes = len(unit.owners) * unit.row, 0 if unit.piece is None else unit.row
@@ -264,10 +291,10 @@ class OwnedSigns(SignReduction):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """See `Reduction`; a rank that owns nothing learns from the others how many steps were taken."""
-        steps = torch.tensor(self._optimizer.steps, device=comm.group_device())
+        counts = torch.tensor(self._optimizer.counts(), device=comm.group_device())
         with comm.labelled("steps of the optimizer"):
-            comm.all_reduce(steps, op=ReduceOp.MAX, group=self._axis.group)
-        self._optimizer.steps = int(steps)
+            comm.all_reduce(counts, op=ReduceOp.MAX, group=self._axis.group)
+        self._optimizer.resume(counts.tolist())
         super().load_state_dict(state)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from logging import WARNING
 from typing import Any
 
 import torch
@@ -99,6 +100,12 @@ class SignReduction:
             momentum.lerp_(gradient_of(param), 1 - group["betas"][0])
         self.sign_mean({param: momentum for _, param, momentum in members})
 
+    def mean_gradients(self, settled: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """See `MomentumExchange`."""
+        gradients = {param: gradient_of(param).to(torch.float32, copy=True) for param in settled}
+        self.sign_mean(gradients)
+        return gradients
+
     def over_pieces(self, params: Sequence[Tensor], rows: Tensor, *, largest: bool) -> Tensor:
         """See `MomentumExchange`; a parameter is one piece."""
         return rows
@@ -152,7 +159,8 @@ class SignReduction:
             log_dist(
                 f"{type(self._optimizer).__name__}: the checkpoint has no errors of signs for {name} with "
                 f"{sizes[0]} and {sizes[1]} elements; they begin anew, from zero. It was saved at another stage, or "
-                "with other parameters"
+                "with other parameters",
+                level=WARNING,
             )
         return self._errors[key]
 
@@ -173,7 +181,8 @@ class SignReduction:
         if not state and self._optimizer.steps and self._optimizer.local:
             log_dist(
                 f"{type(self._optimizer).__name__}: the checkpoint has no errors of signs for this number of ranks; "
-                "they begin anew, from zero"
+                "they begin anew, from zero",
+                level=WARNING,
             )
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.parallel import AxisGroup
+from deepspeed.parallel import Axis, AxisGroup
 from deepspeed.zero.parameters.gather import Cut, Gather, GatherFor, PlainGather
 from deepspeed.zero.parameters.shard import Shard
 
@@ -122,7 +122,7 @@ def near_copies(shards: Sequence[Shard], size: int) -> NearCopies | None:
     return copies if copies.each else None
 
 
-def check_size(axis: AxisGroup, size: int) -> None:
+def check_size(axis: AxisGroup | Axis, size: int) -> None:
     """An error unless copies can be shared by so many neighbours of the axis."""
     if size < 2 or axis.size % size == 0:
         return

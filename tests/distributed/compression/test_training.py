@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from deepspeed.compression.compress import init_compression
 from deepspeed.compression.scheduler import compression_scheduler
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.pipe import PipelineModule
+from tests.hanging import play
 from tests.harness import ranks, store_path
 from tests.models import Tiny, batches, make, share
 from tests.unit.compression.test_eigenvalue import Blocks, dense
@@ -242,3 +245,28 @@ def test_blocks_go_on_where_a_checkpoint_left_off():
 def test_moq_resumes_bit_equal():
     for stage, precision in ((0, {}), (2, {"bf16": {"enabled": True}}), (3, {})):
         resumes_bit_equal(stage, 3, 6, quantize_training=MOQ, **precision)
+
+
+def saved_and_killed(rank):
+    """Goes on after a checkpoint, and is killed in a backward."""
+    folder, engine = Path(store_path()).parent, build(2, quantize_training=MOQ, bf16={"enabled": True})
+    train(engine, 0, 3)
+    engine.save_checkpoint(folder / "saved")
+    torch.save((train(engine, 3, 5), weights(engine)), folder / f"expected{rank}")
+    engine.module.up.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    train(engine, 5, 6)
+
+
+def continued(rank):
+    folder, engine = Path(store_path()).parent, build(2, quantize_training=MOQ, bf16={"enabled": True})
+    engine.load_checkpoint(folder / "saved")
+    losses, held = torch.load(folder / f"expected{rank}")
+    assert train(engine, 3, 5) == losses
+    assert all(torch.equal(held[name], value) for name, value in weights(engine).items())
+
+
+@ranks(1, init=False)
+def test_moq_goes_on_bit_equal_after_a_kill():
+    assert -signal.SIGKILL in {said.status for said in play(saved_and_killed, 2)}
+    said = play(continued, 2)
+    assert [each.status for each in said] == [0, 0], said[0].text

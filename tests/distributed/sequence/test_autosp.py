@@ -1,4 +1,4 @@
-"""Attention of images and text whose sequences ranks share, and images among text, against the whole on one rank."""
+"""Attention of images and text whose sequences ranks share, against the whole on one rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.sequence.auto_sp import (
-    InternVLFusionAdapter,
-    LlavaFusionAdapter,
-    ModalityFusionSPAdapter,
-    Qwen2VLFusionAdapter,
     UlyssesSPViTAttention,
     auto_wrap_model_for_sp,
     detect_model_sp_info,
@@ -84,79 +80,6 @@ def test_attention_of_images():
         close(summed([grads[0][:, :first].contiguous()]), [wanted[0][:, :first]])
     with pytest.raises(UsageError, match=r"shape \(2, 3\)"):
         UlyssesSPViTAttention(attention, group)(torch.zeros(2, 3))
-
-
-def gathered(part):
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, part.detach().contiguous())
-    return torch.cat(parts, 1)
-
-
-@ranks(2)
-def test_images_among_text():
-    """Numbers as DeepSpeed 0.19.8 arranges them: features are 100.. on the first rank, 110.. on the second."""
-    group, rank = dist.group.WORLD, dist.get_rank()
-    features = (100 + 10 * rank + torch.arange(2.0))[None, :, None].repeat(2, 1, 2)
-
-    def text(length):
-        return torch.arange(float(length))[None, :, None].repeat(2, 1, 2)
-
-    llava = LlavaFusionAdapter(nn.Identity(), group)
-    cases = [
-        (
-            llava,
-            4,
-            [[1, 2, -200, 3], [1, -200, 2, 3]],
-            [[0, 1, 100, 101, 110, 111, 3, 0], [0, 100, 101, 110, 111, 2, 3, 0]],
-        ),
-        (llava, 4, [[1, 2, -200, 3], [1, 4, 2, 3]], [[0, 1, 100, 101, 110, 111, 3, 0], [0, 1, 2, 3, 0, 0, 0, 0]]),
-        (llava, 4, [[1, -200, 2, -200]] * 2, [[0, 100, 101, 2, 110, 111]] * 2),
-        (
-            InternVLFusionAdapter(nn.Identity(), group, image_token_id=7),
-            6,
-            [[1, 7, 7, 7, 7, 2], [7, 7, 7, 7, 1, 2]],
-            [[0, 100, 101, 110, 111, 5], [100, 101, 110, 111, 4, 5]],
-        ),
-        (
-            Qwen2VLFusionAdapter(nn.Identity(), group, 8, 9),
-            7,
-            [[1, 8, 0, 0, 0, 0, 9], [8, 0, 0, 0, 0, 9, 1]],
-            [[0, 1, 100, 101, 110, 111, 6, 0], [0, 100, 101, 110, 111, 5, 6, 0]],
-        ),
-    ]
-    for adapter, length, ids, expected in cases:
-        found = gathered(adapter(features, text(length), torch.tensor(ids)))
-        assert found[:, :, 0].tolist() == expected
-    unequal = (100 + 10 * rank + torch.arange(3.0 - 2 * rank))[None, :, None].repeat(2, 1, 2)
-    found = gathered(llava(unequal, text(4), torch.tensor([[1, 2, -200, 3]] * 2)))
-    assert found[:, :, 0].tolist() == [[0, 1, 100, 101, 102, 110, 3, 0]] * 2
-    with pytest.raises(UsageError, match="ModalityFusionSPAdapter does not say"):
-        ModalityFusionSPAdapter(nn.Identity(), group)(features, text(4), torch.zeros(2, 4))
-    with pytest.raises(UsageError, match="3 image tokens"):
-        llava(features, text(4), torch.tensor([[1, -200, -200, -200]] * 2))
-    with pytest.raises(UsageError, match=r"\[1, 4\] places"):
-        cases[3][0](features, text(6), torch.tensor([[7, 0, 0, 0, 0, 0], [7, 7, 7, 7, 1, 2]]))
-
-
-@ranks(2)
-def test_gradients_through_a_fusion():
-    """Of features, which all ranks' parts use, of the projection, and of text."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    projection = nn.Linear(3, 4)
-    visual, text = torch.randn(2, 4, 3, requires_grad=True), torch.randn(2, 5, 4, requires_grad=True)
-    ids = torch.tensor([[1, -200, 2, 3, 4], [1, 2, -200, 3, 4]])
-    weight = torch.randn(2, 8, 4)
-    features = projection(visual)
-    rows = [torch.cat([text[i, : i + 1], features[i], text[i, i + 2 :]]) for i in range(2)]
-    expected = torch.autograd.grad((torch.stack(rows) * weight).sum(), [visual, text, *projection.parameters()])
-    adapter = LlavaFusionAdapter(projection, dist.group.WORLD)
-    mine = visual.detach()[:, rank * 2 : rank * 2 + 2].requires_grad_()
-    out = adapter(mine, text, ids)
-    grads = torch.autograd.grad(
-        (out * weight[:, rank * 4 : rank * 4 + 4]).sum(), [mine, text, *projection.parameters()]
-    )
-    close([grads[0], *summed(list(grads[1:]))], [expected[0][:, rank * 2 : rank * 2 + 2], *expected[1:]])
 
 
 @pytest.mark.usefixtures("with_transformers")

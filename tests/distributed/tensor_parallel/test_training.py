@@ -11,8 +11,10 @@ import transformers as hf
 from torch import nn
 
 import deepspeed
+from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.errors import UsageError
-from deepspeed.tensor_parallel import build, splits_of
+from deepspeed.tensor_parallel import GroupMembers, build, split, splits_of
+from deepspeed.tensor_parallel.apply import GatherReplacedLayerParams
 from tests.distributed.tensor_parallel.families import assert_close, make, parameters, start, tokens, whole
 from tests.distributed.tensor_parallel.training import momentum, train, zero
 from tests.harness import ranks
@@ -168,13 +170,20 @@ def test_adapters_of_embeddings_and_output_layers():
 
 @ranks(2)
 def test_a_model_that_a_script_has_split():
-    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
-
-    world = dist.group.WORLD
+    section = TPTrainingConfig(autotp_size=2, partition_config={"layer_specs": RULES})
     torch.manual_seed(0)
     model = Blocks()
     plain = copy.deepcopy(model)
-    model.first, model.second = LinearLayer(model.first, world), LinearAllreduce(model.second, world)
+    split(model, GroupMembers(dist.group.WORLD), section)
+    parts = [param.detach().clone() for param in model.parameters()]
+    with GatherReplacedLayerParams(model.parameters(), model):
+        assert_close(dict(model.named_parameters()), dict(plain.named_parameters()))
+        model.second.weight.data += 1
+    parts[2] += 1
+    assert all(torch.equal(found, wanted) for found, wanted in zip(model.parameters(), parts, strict=True))
+    with torch.no_grad():
+        model.second.weight -= 1
+        plain.second.weight.copy_(plain.second.weight + 1 - 1)
     engine = start(model, 2, **momentum())
     inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9)
@@ -187,27 +196,17 @@ def test_a_model_that_a_script_has_split():
         optimizer.step()
         assert float(engine.get_global_grad_norm()) == pytest.approx(float(norm), rel=1e-5)
     assert_close(parameters(engine), {name: param.detach() for name, param in plain.named_parameters()})
-    model, plain = make("llama")
-    for mlp in (layer.mlp for layer in model.model.layers):  # attention is left to the engine
-        mlp.gate_proj, mlp.up_proj = LinearLayer(mlp.gate_proj, world), LinearLayer(mlp.up_proj, world)
-        mlp.down_proj = LinearAllreduce(mlp.down_proj, world)
-    engine = start(model, 2, **momentum())
-    assert any("q_proj" in name for name in splits_of(engine.module))
-    train(engine, plain, steps=2)
-    engine.destroy()
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    other = Blocks()
-    other.first = LinearLayer(other.first, alone)  # nothing is split
+    alone = Blocks()
+    split(alone, GroupMembers([dist.new_group([rank]) for rank in range(2)][dist.get_rank()]), section, required=False)
     with pytest.raises(UsageError, match="no layer of Blocks can be split"):
-        start(other, 2)
+        start(alone, 2)
 
 
 @ranks(4)
 def test_a_script_and_the_config_disagree_about_ranks():
-    from deepspeed.module_inject.layers import LinearLayer
-
-    model = Blocks()
-    model.first = LinearLayer(model.first, dist.group.WORLD)
+    model = Blocks(16)
+    section = TPTrainingConfig(autotp_size=4, partition_config={"layer_specs": RULES})
+    split(model, GroupMembers(dist.group.WORLD), section)
     with pytest.raises(UsageError, match=r"over the ranks \[0, 1, 2, 3\], but the tensor-parallel ranks of this one"):
         start(model, 2)
 

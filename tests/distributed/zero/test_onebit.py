@@ -117,7 +117,8 @@ class Simulation:
 
     def __init__(self, workers, *, stage=0, lr=1e-2, betas=(0.9, 0.99), eps=1e-3, decay=0.01, **numbers):
         self.models = [Model() for _ in range(workers)]
-        self.exchange = OwnedExchange(workers, stage) if stage else Exchange(workers)
+        self.renewed = lambda: OwnedExchange(workers, stage) if stage else Exchange(workers)
+        self.exchange = self.renewed()
         self.count = 0
         self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
         self.numbers = numbers
@@ -181,7 +182,7 @@ class SimulatedZeroOne(Simulation):
         if frozen and self.own is None:
             self.own = [{name: value.clone() for name, value in self.m.items()} for _ in self.models]
             self.sums = [{name: torch.zeros(shape) for name, shape in SIZES.items()} for _ in self.models]
-            self.lrs, self.exchange = 0.0, Exchange(len(self.models))
+            self.lrs, self.exchange = 0.0, self.renewed()
         self.lrs = self.lrs + self.lr / first if frozen else 0.0
         for name in SIZES:
             grads = [each[name] for each in gradients]
@@ -285,6 +286,13 @@ CASES = {
     ),
 }
 
+# The same with a variance that stays early, and local steps after it.
+SOON = {
+    "OneBitAdam": {"freeze_step": 4},
+    "OneBitLamb": {"freeze_step": 4},
+    "ZeroOneAdam": {"var_freeze_step": 6, "var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 4},
+}
+
 
 def engine_of(kind, *, numbers=None, model=None, **options):
     params = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.01, **(numbers or CASES[kind][1])}
@@ -331,18 +339,26 @@ def whole_values(engine):
         return values_of(engine)
 
 
-@pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLamb"])
+TOGETHER = {"var_freeze_step": 13, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 1}
+"""0/1 Adam without local steps; the owner adds decay, so that it is compared without."""
+
+
+@pytest.mark.parametrize("kind", list(CASES))
 @ranks(2, 4)
 def test_owners_of_pieces_follow_the_published_rule(kind):
     simulated, numbers = CASES[kind]
+    decay = 0.0 if kind == "ZeroOneAdam" else 0.01
+    numbers = TOGETHER if kind == "ZeroOneAdam" else numbers
     for stage in (1, 2, 3):
         keys = {"stage3_param_persistence_threshold": 10} if stage == 3 else {}
-        engine = engine_of(kind, zero_optimization={"stage": stage, **keys})
-        expected = simulated(dist.get_world_size(), stage=stage, **numbers)
-        for step in range(1, 33 if stage == 2 else 17):
+        rule = {**numbers, "weight_decay": decay}
+        engine = engine_of(kind, numbers=rule, zero_optimization={"stage": stage, **keys})
+        expected = simulated(dist.get_world_size(), stage=stage, decay=decay, **numbers)
+        for step in range(1, 23 if stage == 2 else 17):
+            expected.lr = engine.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step % 3)
             train(engine, step, step)
             model = expected.step().models[0]
-            if step % 10 in (1, 2):
+            if step % 10 in (1, 2) or step == 14:
                 found = {name: param.detach() for name, param in model.named_parameters()}
                 assert_close(whole_values(engine), found)
         engine.destroy()
@@ -488,19 +504,21 @@ def test_the_warm_up_is_adam_and_lamb():
 
 @ranks(2)
 def test_checkpoints_go_on_before_and_after_the_variance_stays(tmp_path):
-    stages = [(kind, 0) for kind in CASES] + [("OneBitAdam", 2), ("OneBitLamb", 1), ("OneBitLamb", 3)]
+    sharded = [("OneBitAdam", 2), ("OneBitLamb", 1), ("OneBitLamb", 3), ("ZeroOneAdam", 2)]
+    stages = [(kind, 0) for kind in CASES] + sharded
     for kind, stage in stages:
-        for before in (6, 31, 35) if stage == 0 else (6, 31):
-            engine = engine_of(kind, zero_optimization={"stage": stage})
+        numbers = TOGETHER if stage and kind == "ZeroOneAdam" else SOON[kind]
+        for before in (2, 6, 15) if kind == "ZeroOneAdam" else (2, 6):  # the last with sums of local steps, or without
+            engine = engine_of(kind, numbers=numbers, zero_optimization={"stage": stage})
             train(engine, 1, before)
             folder = str(tmp_path / f"{kind}{stage}{before}")
             engine.save_checkpoint(folder)
-            train(engine, before + 1, before + 6)
+            train(engine, before + 1, before + 4)
             expected = whole_values(engine)
             engine.destroy()
-            again = engine_of(kind, zero_optimization={"stage": stage})
+            again = engine_of(kind, numbers=numbers, zero_optimization={"stage": stage})
             again.load_checkpoint(folder)
-            train(again, before + 1, before + 6)
+            train(again, before + 1, before + 4)
             for name, value in whole_values(again).items():
                 assert torch.equal(value, expected[name]), (kind, before, name)
             again.destroy()
@@ -511,11 +529,14 @@ def test_other_precisions_accumulation_clipping_and_overflow():
     bf16, fp16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
     cases = [(kind, precision, 0) for kind in CASES for precision in (bf16, fp16)]
     cases += [("OneBitAdam", fp16, 1), ("OneBitLamb", bf16, 2), ("OneBitAdam", bf16, 3), ("OneBitLamb", fp16, 3)]
+    cases += [("ZeroOneAdam", bf16, 3)]
     for kind, precision, stage in cases:
         sharded = {"zero_optimization": {"stage": stage}}
-        engine = engine_of(kind, gradient_clipping=0.5, gradient_accumulation_steps=2, **precision, **sharded)
+        numbers = TOGETHER if stage and kind == "ZeroOneAdam" else SOON[kind]
+        options = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, **precision, **sharded}
+        engine = engine_of(kind, numbers=numbers, **options)
         losses = []
-        for step in range(1, 81):
+        for step in range(1, 41):
             rows, wanted = (part.to(next(engine.module.parameters()).dtype) for part in data(step % 4, 0))
             loss = engine(rows, wanted)
             losses.append(float(loss.detach()))
@@ -583,7 +604,7 @@ def test_what_does_not_work_with_them_is_refused():
         with pytest.raises(DeepSpeedConfigError, match="OneBitAdam") as caught:
             engine_of("OneBitAdam", **config)
         assert words in str(caught.value)
-    with pytest.raises(DeepSpeedConfigError, match=r"ZeroOneAdam.*zero_optimization\.stage 2"):
+    with pytest.raises(DeepSpeedConfigError, match=r"ZeroOneAdam.*zero_optimization\.stage 2.*local_step_clipper 1"):
         engine_of("ZeroOneAdam", zero_optimization={"stage": 2})
     group = {"params": list(Model().parameters()), "exp_avg_mask": torch.ones(5)}
     with pytest.raises(DeepSpeedConfigError, match=r"exp_avg_mask at zero_optimization\.stage 1 to 3"):

@@ -9,49 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepspeed.module_inject import tp_shard
 from deepspeed.ops.adam.multi_tensor_apply import MultiTensorApply
-from deepspeed.runtime.zero.utils import is_zero_param, is_zero_supported_optimizer
-from torch import nn
 
 import deepspeed
 from deepspeed.launcher import environment, runner
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
 
-@pytest.fixture(autouse=True)
-def _facts_of_no_model():
-    yield
-    tp_shard.set_num_kv_heads(None)
-    tp_shard.set_n_embd(None)
-    tp_shard.set_num_attention_heads(None)
-    tp_shard.set_tp_grain_size(1)
-
-
-def test_shard_sizes_follow_the_facts_of_the_model():
-    assert tp_shard.get_shard_size_list(10, 4) == [3, 3, 2, 2]
-    tp_shard.set_tp_grain_size(4)
-    assert tp_shard.get_shard_size_list(24, 4) == [8, 8, 4, 4]
-    tp_shard.set_num_kv_heads(3)
-    tp_shard.set_n_embd(48)
-    tp_shard.set_num_attention_heads(6)
-    assert (tp_shard.get_num_kv_heads(), tp_shard.get_n_embd(), tp_shard.get_num_attention_heads()) == (3, 48, 6)
-    assert tp_shard.get_shard_size_list(48, 2, "q_proj") == [32, 16]
-    assert [tp_shard.get_shard_size(48, 2, "q_proj", rank=rank) for rank in range(2)] == [32, 16]
-    assert tp_shard.get_shard_size(48, 2, tp_shard.AutoTPMeta(), rank=1) == 24
-
-
 def test_multi_tensor_apply_hands_its_chunk_size_on():
     seen = MultiTensorApply(2048)(lambda *args: args, torch.zeros(1), [[torch.ones(2)]], 0.5)
     assert seen[0] == 2048
     assert seen[3] == 0.5
-
-
-def test_facts_of_parameters_and_optimizers():
-    layer = nn.Linear(1, 1)
-    assert not is_zero_param(layer.weight)
-    assert is_zero_supported_optimizer(torch.optim.AdamW(layer.parameters()))
-    assert not is_zero_supported_optimizer(torch.optim.LBFGS(layer.parameters()))
 
 
 def test_random_states_of_activation_checkpointing():

@@ -220,6 +220,7 @@ def test_blocks_do_not_go_unseen():
             r"block_pattern is 3x1, which does not divide the weight 16x8 of up;.*excluded_mod",
         ),
         ({"excluded_modules": ["conf"]}, "excluded_modules: 'conf' finds no module.* Near names: conv"),
+        ({"excluded_modules": ["."]}, r"all modules.modules: .* finds up, .*excluded_modules .* keeps all of them"),
         ({"dense_ratio": 0.01, "excluded_modules": ["conv"]}, "dense_ratio 0.01 of up keeps none of 32"),
     ):
         with pytest.raises(UsageError, match=said):

@@ -42,6 +42,18 @@ def test_check_tells_what_is_wrong(write, capsys):
     assert main(["check", "nowhere.json"]) == 1
 
 
+@pytest.mark.parametrize("key", ["zero_hpz_partition_size", "mics_shard_size"])
+@pytest.mark.parametrize("size", [3, 16])
+def test_check_knows_groups_that_do_not_fit(write, capsys, key, size):
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, key: size}}
+    assert main(["check", write(config), "--world-size", "8"]) == 1
+    told = capsys.readouterr().err
+    assert f"zero_optimization.{key}" in told
+    assert "2, 4, 8" in told
+    config["zero_optimization"][key] = 4
+    assert main(["check", write(config), "--world-size", "8"]) == 0
+
+
 def test_check_lists_what_a_client_must_fill(write, capsys):
     assert main(["check", write({"train_batch_size": "auto"})]) == 0
     assert 'train_batch_size: left at "auto"' in capsys.readouterr().out

@@ -69,13 +69,11 @@ def build(kind: Any, path: Path, dtype: str, merged: Path | None = None) -> None
     builder.finalize(f"{path}.idx")
 
 
-def datasets(mmap: Any, older: Any, folder: Path) -> dict[str, str]:
+def datasets(mmap: Any, folder: Path) -> dict[str, str]:
     """The bytes of datasets of several kinds."""
     build(mmap, folder / "longs", "int64")
     build(mmap, folder / "words", "uint16")
     build(mmap, folder / "merged", "int64", folder / "longs")
-    build(older, folder / "older", "int32")
-    build(older, folder / "older_merged", "int32", folder / "older")
     return {path.name: path.read_bytes().hex() for path in sorted(folder.iterdir())}
 
 
@@ -301,13 +299,12 @@ def main(source: str) -> None:
     ]
     from deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer
     from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import (
-        IndexedDatasetBuilder,
         MMapIndexedDataset,
         MMapIndexedDatasetBuilder,
     )
 
     with tempfile.TemporaryDirectory() as name:
-        found["datasets"] = datasets(MMapIndexedDatasetBuilder, IndexedDatasetBuilder, Path(name))
+        found["datasets"] = datasets(MMapIndexedDatasetBuilder, Path(name))
     with tempfile.TemporaryDirectory() as name:
         analyse(DataAnalyzer, Path(name))
         found["metrics"] = contents(MMapIndexedDataset, Path(name))

@@ -76,7 +76,8 @@ def test_wrong_metrics_are_named(tmp_path, capfd):
 
 def test_the_command(tmp_path, capsys):
     builder = MMapIndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.uint16)
-    builder.add_items([[7] * 9, [7, 8], [9, 9, 9]])
+    for item in ([7] * 9, [7, 8], [9, 9, 9]):
+        builder.add_item(item)
     builder.finalize(str(tmp_path / "x.idx"))
     path = str(tmp_path / "x")
     assert main(["analyze", path, str(tmp_path), "--metric", "seqlen", "vocabularyrarity"]) == 0

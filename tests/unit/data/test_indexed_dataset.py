@@ -1,4 +1,4 @@
-"""Indexed datasets byte for byte, in the older form too; broken and hostile indexes."""
+"""Indexed datasets byte for byte; broken and hostile indexes."""
 
 from __future__ import annotations
 
@@ -16,51 +16,30 @@ from tests.unit.data.oracle import FIXTURE, build, datasets
 
 
 def test_files_are_those_of_deepspeed_byte_for_byte(tmp_path):
-    found = datasets(indexed.MMapIndexedDatasetBuilder, indexed.IndexedDatasetBuilder, tmp_path)
+    found = datasets(indexed.MMapIndexedDatasetBuilder, tmp_path)
     assert found == json.loads(FIXTURE.read_text())["datasets"]
 
 
-@pytest.mark.parametrize("impl", ["mmap", "lazy", "cached"])
-def test_items_come_back(tmp_path, impl):
-    path, kind = tmp_path / "x", indexed.MMapIndexedDatasetBuilder if impl == "mmap" else indexed.IndexedDatasetBuilder
-    build(kind, path, "int32")
+def test_items_come_back(tmp_path):
+    path = str(tmp_path / "x")
+    assert not indexed.MMapIndexedDataset.exists(path)
+    build(indexed.MMapIndexedDatasetBuilder, tmp_path / "x", "int32")
+    assert indexed.MMapIndexedDataset.exists(path)
     chance = np.random.default_rng(0)
     expected = [chance.integers(0, 100, chance.integers(0, 9)).tolist() for _ in range(10)]
-    for dataset in (
-        indexed.make_dataset(str(path), impl),
-        pickle.loads(pickle.dumps(indexed.make_dataset(str(path), impl))),
-    ):
+    for dataset in (indexed.MMapIndexedDataset(path), pickle.loads(pickle.dumps(indexed.MMapIndexedDataset(path)))):
         assert [each.tolist() for each in dataset[:]] == expected
         assert [dataset.size(number) for number in range(len(dataset))] == list(map(len, expected))
         assert dataset.doc_idx.tolist() == [0, 3, 6, 9]
-    assert indexed.infer_dataset_impl(str(path)) == ("mmap" if impl == "mmap" else "cached")
-    if impl == "mmap":
-        longest = max(range(10), key=lambda number: len(expected[number]))
-        assert dataset.get(longest, 1, 3).tolist() == expected[longest][1:4]
-        with pytest.raises(IndexError, match=r"asked for 3 from 7"):
-            dataset.get(longest, 7, 3)
-    else:
-        with pytest.raises(IndexError, match="item 10 of 10"):
-            dataset[10]
-    if impl == "cached":
-        dataset.prefetch([1, 0])
-        dataset.data_file.close()
-        assert dataset[1].tolist() == expected[1]
+    longest = max(range(10), key=lambda number: len(expected[number]))
+    assert dataset.get(longest, 1, 3).tolist() == expected[longest][1:4]
+    with pytest.raises(IndexError, match=r"asked for 3 from 7"):
+        dataset.get(longest, 7, 3)
 
 
-def test_small_functions(tmp_path):
-    builder = indexed.make_builder(str(tmp_path / "v.bin"), "mmap", vocab_size=100)
-    builder.add_items([np.array([1, 2]), np.array([3])])
-    builder.finalize(str(tmp_path / "v.idx"))
-    assert indexed.make_dataset(str(tmp_path / "v"), "infer").dtype == np.uint16
-    assert indexed.create_doc_idx([3, 0, 2, 0]) == [0, 2, 4]
-    pointers, total = indexed.get_pointers_with_total([2, 3, 1], 4, np.int64)
-    assert (pointers.tolist(), total) == ([0, 8, 20], 24)
-    assert not indexed.dataset_exists(str(tmp_path / "w"), "mmap")
-    with pytest.raises(FileError, match="no indexed dataset"):
-        indexed.make_dataset(str(tmp_path / "w"), "infer")
-    with pytest.raises(UsageError, match="impl is 'fast'"):
-        indexed.make_dataset(str(tmp_path / "v"), "fast")
+def test_what_is_no_dataset(tmp_path):
+    with pytest.raises(FileError, match="an indexed dataset is two files"):
+        indexed.MMapIndexedDataset(str(tmp_path / "w"))
     with pytest.raises(UsageError, match="float64"):
         indexed.MMapIndexedDatasetBuilder(str(tmp_path / "f"), dtype=np.float64)
 
@@ -104,16 +83,15 @@ def test_a_broken_index_is_named_and_harmless(tmp_path, place, layout, value, sa
 
 
 def test_cut_files_and_files_of_another_dataset(tmp_path, capsys):
-    for kind, name in ((indexed.MMapIndexedDatasetBuilder, "new"), (indexed.IndexedDatasetBuilder, "old")):
-        build(kind, tmp_path / name, "int64")
-        index = (tmp_path / f"{name}.idx").read_bytes()
-        for size in (0, 5, 30, len(index) - 1):
-            (tmp_path / f"{name}.idx").write_bytes(index[:size])
-            with pytest.raises(FileError, match="broken index"):
-                indexed.make_dataset(str(tmp_path / name), "mmap" if name == "new" else "lazy")
-        (tmp_path / f"{name}.idx").write_bytes(index)
-        (tmp_path / f"{name}.bin").write_bytes((tmp_path / f"{name}.bin").read_bytes()[:20])
-        with pytest.raises(FileError, match="item 0"):
-            indexed.make_dataset(str(tmp_path / name), "infer")[0]
-    assert main(["inspect", str(tmp_path / "new")]) == 1
+    build(indexed.MMapIndexedDatasetBuilder, tmp_path / "x", "int64")
+    index = (tmp_path / "x.idx").read_bytes()
+    for size in (0, 5, 30, len(index) - 1):
+        (tmp_path / "x.idx").write_bytes(index[:size])
+        with pytest.raises(FileError, match="broken index"):
+            indexed.MMapIndexedDataset(str(tmp_path / "x"))
+    (tmp_path / "x.idx").write_bytes(index)
+    (tmp_path / "x.bin").write_bytes((tmp_path / "x.bin").read_bytes()[:20])
+    with pytest.raises(FileError, match="item 0"):
+        indexed.MMapIndexedDataset(str(tmp_path / "x"))[0]
+    assert main(["inspect", str(tmp_path / "x")]) == 1
     assert "broken index" in capsys.readouterr().err

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from deepspeed.config.elasticity import elastic_section, elastic_sizes
-from deepspeed.elasticity.elastic_agent import DSElasticAgent
-from deepspeed.elasticity.node import address_towards, meet, open_store, section_of, usable_ranks
-from deepspeed.errors import ElasticityError, RendezvousError
+from deepspeed.elasticity.node import address_towards, open_store, section_of, usable_ranks
+from deepspeed.errors import RendezvousError
 from deepspeed.launcher.arguments import elastic_nodes, elastic_words
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.ports import claim_port
@@ -114,40 +111,3 @@ def test_two_processes_cannot_keep_a_store_at_one_port():
         with pytest.raises(RendezvousError, match=f"127.0.0.1:{port}, but the store could not be opened"):
             open_store("127.0.0.1", port, keep=True)
         del store
-
-
-def spec(store, entrypoint, *args, restarts=0):
-    handler = meet(store, nodes=(1, 1), address="127.0.0.1")
-    return WorkerSpec("default", 2, handler, entrypoint=entrypoint, args=args, max_restarts=restarts)
-
-
-def test_the_public_agent_runs_a_command(tmp_path):
-    text = f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'] + os.environ['OWN'], 'w'); print('hello')"
-    with claim_port(0) as port:
-        store = open_store("127.0.0.1", port, keep=True)
-        agent = DSElasticAgent(
-            spec(store, sys.executable, "-c", text, "${local_rank}"), {"OWN": "x"}, log_dir=str(tmp_path / "logs")
-        )
-        assert not agent.run().is_failed()
-        assert agent.status == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0x", "1x", "logs"]
-    assert [path.read_text() for path in (tmp_path / "logs").iterdir()] == ["hello\n"] * 2
-
-
-def test_the_public_agent_restarts_and_gives_up(tmp_path):
-    text = f"import os; open({str(tmp_path)!r} + '/' + os.environ['TORCHELASTIC_RESTART_COUNT'], 'w'); os._exit(9)"
-    with claim_port(0) as port:
-        store = open_store("127.0.0.1", port, keep=True)
-        agent = DSElasticAgent(spec(store, sys.executable, "-c", text, restarts=1), {})
-        assert agent.run().is_failed()
-        assert agent.status == 9
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
-
-
-def test_what_the_public_agent_does_not_take():
-    with claim_port(0) as port:
-        store = open_store("127.0.0.1", port, keep=True)
-        with pytest.raises(ElasticityError, match=r"a function; give a command"):
-            DSElasticAgent(spec(store, print), {})
-        with pytest.raises(ElasticityError, match="start_method is 'fork'"):
-            DSElasticAgent(spec(store, "true"), {}, "fork")

@@ -47,6 +47,7 @@ def test_layers(bits, size, dim):
         ({"num_bits": 8, "group_size": 3}, "group_size is 3, which does not divide dim 1 of"),
         ({"num_bits": 8, "group_size": 2, "symmetric": True}, "symmetric is true"),
         ({"num_bits": 8, "group_size": 0}, "group_size is 0"),
+        ({"num_bits": 4, "group_size": 1}, "group_size is 1 .*even for 4 bits"),
         ({"num_bits": 8, "group_size": 2, "bits": 1}, "not bits"),
     ],
 )

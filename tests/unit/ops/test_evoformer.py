@@ -11,6 +11,7 @@ from deepspeed.ops.deepspeed4science import DS4Sci_EvoformerAttention
 from deepspeed.errors import UsageError
 from deepspeed.ops import evoformer
 from deepspeed.ops.op_builder import EvoformerAttnBuilder, SpatialInferenceBuilder
+from tests.unit.ops.model import interpreted
 
 
 def formula(query, key, value, *biases):
@@ -107,6 +108,44 @@ def test_what_is_kept_for_backward_does_not_grow_with_the_scores():
         kept.clear()
         formula(*inputs)
     assert 4 * (ours - sum(each.numel() for each in inputs)) < sum(kept)
+
+
+@pytest.mark.parametrize(("keyed", "paired", "keys"), [(True, True, 19), (True, False, 32), (False, True, 16)])
+def test_kernels_equal_the_reference(keyed, paired, keys, monkeypatch):
+    """Several tiles each way, a last one that is cut short, a row without any key, tensors that are views."""
+    from deepspeed.ops.kernels import evoformer as kernels
+
+    monkeypatch.setattr(kernels, "_OF_FLOAT32", kernels.EvoformerTile(16, 16, 1, 1))
+    inputs = scene(samples=2, rows=2, queries=17, heads=1, keys=keys, dtype=torch.float32)
+    with torch.no_grad():
+        inputs[3][1, 0] = -math.inf
+    inputs = [each.to(interpreted.DEVICE).detach().requires_grad_() for each in inputs]
+    *tensors, mask, pairs = inputs
+    biases = (mask if keyed else None, pairs if paired else None)
+    taken = [*tensors, *(bias for bias in biases if bias is not None)]
+    results = []
+    for run in (evoformer.attend_in_tiles, evoformer.attend):
+        out = run(tensors[0].transpose(2, 3).contiguous().transpose(2, 3), *tensors[1:], *biases)
+        results.append((out, *torch.autograd.grad((out * out.detach().cos()).sum(), taken)))
+    interpreted.close(*results, torch.float32)
+
+
+def test_queries_whose_keys_all_have_one_large_negative_bias():
+    """A mask of -1e9 leaves equal weights, forward and backward."""
+    *tensors, first, second = scene(dtype=torch.float32)
+    with torch.no_grad():
+        first[:] = -1e9
+    for found, expected in zip(
+        *(
+            torch.autograd.grad(run().square().sum(), tensors[2])
+            for run in (
+                lambda: DS4Sci_EvoformerAttention(*tensors, [first, second]),
+                lambda: formula(*tensors, first, second),
+            )
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.precision.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaler, LossScalerBase
+from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
 from deepspeed.precision.scale import DynamicScale, LossScaleError
 
 # What a checkpoint of DeepSpeed holds of such an object.
@@ -111,42 +111,8 @@ def test_backward_scales():
     assert LossScaler(scale=8).scale_loss(torch.tensor(2.0)) == 16
 
 
-def test_scale_gradient_is_a_backward_hook():
-    grads = LossScaler(scale=4).scale_gradient(None, (torch.ones(2), None), ())
-    assert torch.equal(grads[0], torch.full((2,), 4.0))
-    assert grads[1] is None
-
-
-@pytest.mark.parametrize("make", [LossScaler, scaler])
-def test_overflow_looks_at_gradients(make):
-    good, without, bad = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
-    good.grad, bad.grad = torch.ones(2), torch.tensor([1.0, float("inf")])
-    assert make().has_overflow([good, without]) is False
-    assert make().has_overflow([good, without, bad]) is True
-    if make is scaler:
-        assert make().has_overflow_serial(iter([bad])) is True
-
-
 def test_the_static_scaler_ignores_updates():
     static = LossScaler(scale=16)
     static.update_scale(True)
     assert static.loss_scale == 16
     assert isinstance(static, LossScalerBase)
-
-
-def test_create():
-    arguments = {
-        "init_scale": 4,
-        "scale_window": 10,
-        "min_scale": 1,
-        "delayed_shift": 2,
-        "consecutive_hysteresis": True,
-    }
-    dynamic = CreateLossScaler(torch.float16, 128, True, arguments)
-    assert isinstance(dynamic, DynamicLossScaler)
-    assert (dynamic.cur_scale, dynamic.consecutive_hysteresis, dynamic.dtype) == (4, True, torch.float16)
-    assert CreateLossScaler(torch.float16, 128, False, None).loss_scale == 128
-    assert CreateLossScaler(torch.bfloat16, 128, True, arguments).loss_scale == 1
-    assert CreateLossScaler(torch.float32, 128, False, None).loss_scale == 1
-    with pytest.raises(DeepSpeedConfigError, match="dynamic_loss_args"):
-        CreateLossScaler(torch.float16, 128, True, None)

@@ -7,10 +7,15 @@ depends on shapes only, and a program finds its sequence by bisection. One that 
 [Note: split contexts] Where there are few tiles, the keys of a tile are divided among programs. Each writes its result
 and the logarithm of its sum of weights, -inf where it saw no key, and a second kernel joins them. With `deterministic`
 the divisions are at fixed positions, so the numbers of a query do not depend on other queries or on the length.
+
+[Note: prompts beside single queries] A tile for prompts has far more rows than a sequence that decodes has queries.
+Where both may come, they have a launch each, with tiles of their own; a program of the other kind ends at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -169,13 +174,14 @@ def _attend(
     GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SINGLE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT: tl.constexpr,
-    FIXED: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    FIXED: tl.constexpr, EVEN: tl.constexpr, ONLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """ONLY: 1 for sequences of one query, 2 for others, 0 for all."""
     after_others(PDL)
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, row = GROUP * tl.num_programs(1), tl.arange(0, ROWS)
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
-    if not SPLIT:
+    if not SPLIT and ONLY != 1:
         _clear_padding(out_ptr, tl.load(starts_ptr + sequences), tokens, tile, query, head, heads, value_width, QUERIES,
                        VALUE_WIDTH)  # fmt: skip
     s = tile if SINGLE else _sequence(starts_ptr, tile, sequences, QUERIES)
@@ -183,7 +189,7 @@ def _attend(
         return
     begin, count = tl.load(starts_ptr + s), tl.load(starts_ptr + s + 1) - tl.load(starts_ptr + s)
     ahead = 0 if SINGLE else (tile - begin // QUERIES - s) * QUERIES
-    if ahead >= count:
+    if ahead >= count or (ONLY == 1 and count > 1) or (ONLY == 2 and count == 1):
         return
     length, inside = tl.load(lengths_ptr + s), (query < QUERIES) & (query + ahead < count)
     first, token = length - count + ahead, (begin + ahead + query).to(tl.int64)
@@ -291,18 +297,33 @@ def attend(
     options: AttentionOptions,
 ) -> Tensor:  # fmt: skip
     """Op `paged_attention`."""
-    tokens, heads, width = query.shape
-    size, kv_heads = key_pages.shape[1:3]
-    value_width, sequences, device = value_pages.shape[3], len(tables), query.device
-    out = query.new_empty(tokens, heads, value_width)
+    sequences = len(tables)
+    out = query.new_empty(*query.shape[:2], value_pages.shape[3])
     if not out.numel() or not sequences:
         return out.zero_()
     tile = options.tile or tile_of(query, key_pages, tables, options)
+    pages = key_pages, value_pages, tables, starts, lengths
+    if sequences == 1 or tile.rows < 128 or options.deterministic:
+        return _attended(query, pages, options, tile, out, 0)
+    _attended(query, pages, options, tile, out, 2)
+    single = replace(options, max_query=1)
+    few = tile_of(query[:sequences], key_pages, tables, single)._replace(splits=1)
+    return _attended(query, pages, single, few, out, 1)
+
+
+def _attended(
+    query: Tensor, pages: Sequence[Tensor], options: AttentionOptions, tile: AttentionTile, out: Tensor, only: int
+) -> Tensor:
+    """`out`, to which the sequences of a kind are written: see `_attend`."""
+    key_pages, value_pages, tables, starts, lengths = pages
+    tokens, heads, width = query.shape
+    size, kv_heads = key_pages.shape[1:3]
+    value_width, sequences, device = value_pages.shape[3], len(tables), query.device
     group = heads // kv_heads
     rows = max(tile.rows, next_power(group))
     single = options.max_query == 1 and not options.deterministic
     queries = 1 if single else rows // group
-    tiles = max(sequences, tokens) if single else tokens // queries + sequences
+    tiles = tokens // queries + sequences if not single else max(sequences, tokens) if only == 0 else sequences
     split = tile.splits > 1
     parts = (
         query.new_empty(tile.splits if split else 1, tokens, heads, value_width, dtype=torch.float32) if split else out
@@ -324,7 +345,7 @@ def attend(
         GROUP=group, QUERIES=queries, ROWS=rows, SIZE=size, KEYS=tile.keys, WIDTH=whole, VALUE_WIDTH=value_whole,
         SINGLE=single, CAUSAL=options.causal, WINDOW=options.window is not None, CAP=options.soft_cap is not None,
         ALIBI=options.alibi is not None, SINKS=options.sinks is not None, SCALES=scaled, SPLIT=split,
-        FIXED=FIXED if options.deterministic else 0, EVEN=whole == width and value_whole == value_width,
+        FIXED=FIXED if options.deterministic else 0, EVEN=whole == width and value_whole == value_width, ONLY=only,
         num_warps=tile.warps, num_stages=tile.stages, **overlaps(device),
     )  # fmt: skip
     if split:

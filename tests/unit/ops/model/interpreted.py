@@ -5,7 +5,6 @@ import os
 import pytest
 import torch
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before its module is imported
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] != "1" else "cpu"
