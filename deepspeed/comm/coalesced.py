@@ -203,7 +203,7 @@ def _all_gather(
 
 
 def _all_gather_lines(outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup | None) -> WaitableWork:
-    return _real(group).allgather_into_tensor_coalesced(outputs, inputs)  # type: ignore[no-any-return]
+    return _real(group).allgather_into_tensor_coalesced(outputs, inputs)
 
 
 def _check_outputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], world: int) -> None:

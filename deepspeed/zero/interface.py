@@ -14,6 +14,7 @@ from deepspeed.zero.parameters.data import plain_data as plain_data
 from deepspeed.zero.parameters.data import writes as writes
 from deepspeed.zero.parameters.near import check_size as check_size
 from deepspeed.zero.parameters.nested_tensors import tensors_in as tensors_in
+from deepspeed.zero.parameters.parameter import plain_grad as plain_grad
 from deepspeed.zero.parameters.shapes import WholeShapes as WholeShapes
 from deepspeed.zero.parameters.shard import Shard as Shard
 from deepspeed.zero.parameters.shard import shard_of as shard_of

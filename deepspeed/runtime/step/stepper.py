@@ -31,6 +31,7 @@ from deepspeed.zero.interface import (
     StatePiece,
     WholeGroup,
     clip_coefficient,
+    plain_grad,
     tiles_well,
     twin,
 )
@@ -280,7 +281,7 @@ class Stepper:
         """Drop all gradients, also of parameters that the optimizer does not have: none may count in a later step."""
         self.zero_grad()
         for param in self.parameters():
-            if param.grad is not None:
+            if plain_grad(param) is not None:
                 param.grad = None
 
     def _known(self, norm: Tensor) -> float | None:

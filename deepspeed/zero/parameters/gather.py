@@ -172,7 +172,8 @@ def gather_rows(mine: Tensor, axis: AxisGroup, hops: NodeHops | None) -> Gathere
 
 
 def _by_chunk(shard: Shard) -> Cut:
-    return Cut(shard, shard.axis, shard.sent)
+    plain = shard.staged is None and shard.codec is None  # asked here, since shards are many
+    return Cut(shard, shard.axis, shard.stored if plain else shard.sent)
 
 
 @dataclass(frozen=True)
@@ -212,10 +213,11 @@ class PlainGather:
                 _batched(together, group)
             else:
                 _packed(together, axis)
-            known = {id(cut.shard) for cut in together}
-            for cut in alike if len(known) < len(alike) else ():
-                if id(cut.shard) not in known:
-                    _single(cut, group)
+            if len(together) < len(alike):
+                known = {id(cut.shard) for cut in together}
+                for cut in alike:
+                    if id(cut.shard) not in known:
+                        _single(cut, group)
 
 
 PLAIN = PlainGather()
@@ -246,7 +248,10 @@ def finish(shards: Iterable[Shard]) -> None:
         if shard.pending is not waited or shard.near is not None:
             waited = shard.pending
             shard.arrive()
-        shard.attach()
+        if shard.whole:
+            shard.pending = shard.staged = None
+        else:
+            shard.attach()
 
 
 def gather(shards: Sequence[Shard], serves: GatherFor = GatherFor.ACCESS) -> None:
@@ -325,7 +330,8 @@ def _packed(cuts: Sequence[Cut], axis: AxisGroup, hops: NodeHops | None = None) 
     def unpack(rows: Tensor) -> Tensor:
         mine = [cut for cut in cuts if cut.shard.pending is shared]  # others were gathered again since
         for cut in mine:
-            cut.shard.allocate()
+            if not cut.shard.whole:
+                cut.shard.allocate()
         parts = rows.view(world, -1)
         with torch.no_grad():
             if len(mine) == len(cuts):

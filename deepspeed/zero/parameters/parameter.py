@@ -27,12 +27,8 @@ _CLIPPING = clip_grad.__file__
 _GRAD: Any = torch.Tensor.grad
 set_plain_grad = _GRAD.__set__
 """As an assignment to the gradient, without the property of `_TakenGradient`."""
-
-
-def plain_grad(param: Tensor) -> Tensor | None:
-    """The gradient of a parameter, whatever clients are told when they ask for it."""
-    found: Tensor | None = _GRAD.__get__(param)
-    return found
+plain_grad = _GRAD.__get__
+"""The gradient of a parameter, whatever clients are told when they ask for it."""
 
 
 def _chunk(param: ZeroParameter) -> Tensor:

@@ -583,7 +583,7 @@ def _take(shard: Shard) -> Tensor | None:
     """The whole gradient of a parameter, wherever it waits; it is forgotten there."""
     waiting, shard.gradient = shard.gradient, None
     param = shard.param
-    grad = plain_grad(param)
+    grad: Tensor | None = plain_grad(param)
     if grad is None:
         return waiting
     set_plain_grad(param, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,8 +64,9 @@ def tile(optimizer: Optimizer, away: Mapping[int, StatePiece], limit: int) -> li
     `away` are the pieces that live in another tier, by the id of their masters.
     """
     count = len(optimizer.param_groups)
-    if not away and not limit:
-        return [Tile([options["params"] for options in optimizer.param_groups], [])]
+    masters = [options["params"] for options in optimizer.param_groups]
+    if not away and (not limit or sum(map(Tensor.numel, chain.from_iterable(masters))) <= limit):
+        return [Tile(masters, [])]
     rows = [
         (place, master, away.get(id(master)))
         for place, options in enumerate(optimizer.param_groups)
@@ -205,11 +207,12 @@ def runs(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[l
     run: list[T] = []
     filled = 0
     for item in items:
-        if run and limit and filled + size(item) > limit:
+        taken = size(item)
+        if run and limit and filled + taken > limit:
             yield run
             run, filled = [], 0
         run.append(item)
-        filled += size(item)
+        filled += taken
     if run:
         yield run
 
