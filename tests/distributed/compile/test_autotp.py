@@ -16,21 +16,14 @@ def test_layers_that_ranks_share():
     calls = []
     original = regions._WAYS["summed"]
     counted = {**regions._WAYS, "summed": lambda *args: calls.append(args[0].shape) or original(*args)}
+    model, plain = make("llama")
+    compiled = {"deepcompile": True, "passes": ["autotp"]}
+    engine = start(model, 2, compile=compiled, **momentum(**zero(3)))
+    engine.compile(backend="eager")
     with mock.patch.object(regions, "_WAYS", counted):
-        _train_all(calls)
-
-
-def _train_all(calls):
-    for stage, options in ((1, {}), (3, {"vocab_parallel_lm_head": True})):
-        model, plain = make("llama")
-        compiled = {"deepcompile": True, "passes": ["autotp"]}
-        engine = start(model, 2, tensor_parallel=options, compile=compiled, **momentum(**zero(stage)))
-        engine.compile(backend="eager")
-        calls.clear()
         train(engine, plain, steps=2)
-        assert len(graphs(engine._deep)) == 3, "masks are made in Python, between two of them; nothing else is"
-        if not options:
-            layers = len(model.model.layers)
-            each = 4 * layers + 1  # an attention, a feed-forward, in forward and backward; the head in backward
-            assert len(calls) == 2 * each, len(calls)
-        engine.destroy()
+    assert len(graphs(engine._deep)) == 3, "masks are made in Python, between two of them; nothing else is"
+    each = (
+        4 * len(model.model.layers) + 1
+    )  # an attention, a feed-forward, in forward and backward; the head in backward
+    assert len(calls) == 2 * each, len(calls)
