@@ -60,7 +60,7 @@ from deepspeed.zero.agreement import digest
 from deepspeed.zero.birth.placement import rank_device
 from deepspeed.zero.build import StateBuilder
 from deepspeed.zero.interface import LiesOn, NormRanks, RankAgreement, Reshard, ShardAxes
-from deepspeed.zero.memory_budget import budget, parameters_leave
+from deepspeed.zero.offload import budget, parameters_leave
 
 __all__ = ["Request", "assemble"]
 

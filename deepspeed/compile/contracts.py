@@ -16,7 +16,7 @@ ResidentChoice = Callable[[Iterable[GraphParameter], dict[int, int], PassLimits]
 
 _MODULES = (
     "zero1_compile", "zero2_compile", "zero3_compile", "prefetch", "selective_gather", "offload_adam_states",
-    "offload_activation",
+    "offload_activation", "autotp_compile",
 )  # fmt: skip
 
 

@@ -71,6 +71,8 @@ class StepGraph:
     away: set[str] = field(default_factory=set)
     """Names of saved tensors that leave the device; forward's graph says them to backward's."""
     _token: Node | None = None
+    _made: dict[Node, frozenset[Node]] = field(default_factory=dict)
+    """What `computed_from` gave `uses`."""
 
     @property
     def token(self) -> Node:
@@ -99,7 +101,7 @@ class StepGraph:
 
     def uses(self) -> dict[Node, list[Node]]:
         """For each parameter what reads it, in order, also through tensors that are computed from parameters alone."""
-        made = computed_from(self.module.graph.nodes, self.parameters)
+        made = self._made = computed_from(self.module.graph.nodes, self.parameters)
         found: dict[Node, list[Node]] = {node: [] for node in self.parameters}
         for node in self.module.graph.nodes:
             if node.op == "output":
@@ -118,11 +120,9 @@ class StepGraph:
 
     def release(self, place: Node, readers: Sequence[Node]) -> Node:
         """Let go of a parameter after the last of those that read it, when all of them have their results."""
-        last = readers[-1]
-        made = computed_from(self.module.graph.nodes, self.parameters)
+        made = self._made or computed_from(self.module.graph.nodes, self.parameters)
         results = list(dict.fromkeys(result for reader in readers if reader not in made for result in _results(reader)))
-        place_of = {node: place for place, node in enumerate(self.module.graph.nodes)}
-        last = max([last, *results], key=place_of.__getitem__)
+        last = max([readers[-1], *results])
         number = self.parameters[place].number
         return self._call(RELEASE, (place, self.token, self.handle, number, results), last.next)
 

@@ -28,12 +28,8 @@ class CompileConfig(Section):
     )
     passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = key(
         None,
-        "Groups of passes; z1 and z3 change nothing, as the ZeRO stage decides.",
-        NotBuilt(
-            "AutoSP and AutoTP as passes",
-            lambda passes: bool({"autosp", "autotp"}.intersection(passes or ())),
-            instead="use sequence_parallel_size or tensor_parallel.autotp_size",
-        ),
+        "Groups of passes; they change nothing, as the ZeRO stage and tensor_parallel.autotp_size decide.",
+        NotBuilt("AutoSP as a pass", lambda passes: "autosp" in (passes or ()), instead="use sequence_parallel_size"),
     )
     debug_log: bool = key(False, "Whether the graphs are logged as the passes leave them.")
     sync_before_reduce: bool = key(False, "Whether the device is waited for before a gradient is handed over.")
@@ -107,8 +103,9 @@ class Fp8Config(Section):
     enabled: bool = key(
         False, "Whether linear layers round what they multiply; a table lists which, and why others do not."
     )
-    scaling: Literal["tensor", "row"] = key(
-        "tensor", "A scale for each tensor, or for each row, which is nearer and leaves gradients of weights alone."
+    scaling: Literal["tensor", "row", "block"] = key(
+        "tensor",
+        "What has a scale of its own: a tensor, a row, or 128 numbers of it (of weights, squares of 128 × 128).",
     )
     exclude: Patterns = key(
         ["lm_head", ".*embed"], "Regular expressions, matched from the start of module names to leave."

@@ -15,11 +15,10 @@ from deepspeed.config.batch import MICRO, STEPS, TRAIN
 from deepspeed.config.clean import ConfigProblem, Findings, clean
 from deepspeed.config.explain import values_of
 from deepspeed.config.features import UNBUILT, missing_first
-from deepspeed.config.model import from_text
+from deepspeed.config.model import Model, from_text, keys_of
 from deepspeed.config.optimizer import check_optimizer, check_scheduler
 from deepspeed.config.read import ConfigSource, RawConfig, read
 from deepspeed.config.schema import Schema
-from deepspeed.config.schema_walk import Model, keys_of
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError, FeatureUnavailable
 from deepspeed.log import get_dist_msg, warn_once
 

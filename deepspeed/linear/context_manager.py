@@ -21,8 +21,8 @@ from deepspeed.linear.quantization import CodedWeight, coded
 from deepspeed.log import log_dist
 from deepspeed.memory.tier import ShareInTier, Tier
 from deepspeed.parallel import ParallelLayout
-from deepspeed.transformers.construct import ParameterConstruction
 from deepspeed.transformers.replacement import whole_shape
+from deepspeed.transformers.source import ParameterConstruction
 
 __all__ = ["Init", "init_lora"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed.memory.copy_stream import PendingCopy, copy_stream_for
 from deepspeed.memory.host import host_empty
+from deepspeed.memory.streaming import PendingCopy, copy_stream_for
 
 Storage = torch.UntypedStorage
 

@@ -34,11 +34,14 @@ class StateOffload:
         """Bytes of each with those before it."""
         self._sent = self._empty = 0
         self._ahead = 0
+        self.saved = 0
+        """Bytes that graphs have saved for backward since all states were here, without the one that runs."""
         if parts.states is not None:
             parts.states.returning = self.back
 
     def hold(self, room: int, *, wait: bool, returns: bool) -> None:
-        """Let states of so many bytes be away, or all; what exceeds it returns where `returns` is set."""
+        """A graph needs so much room: states leave, or all; what exceeds it returns where `returns` is set."""
+        room += self.saved
         if not self._storages:
             self._collect()
         before, count = self._taken(self._empty), len(self._storages)
@@ -62,7 +65,7 @@ class StateOffload:
             self.away.fetch(storage)
         for storage in storages[: self._sent]:
             self.away.arrive(storage)
-        self._sent = self._empty = 0
+        self._sent = self._empty = self.saved = 0
 
     def _collect(self) -> None:
         found = inventory(self._parts)

@@ -24,7 +24,7 @@ from deepspeed.compile.backend import GraphCompiler, GraphFacts
 from deepspeed.compile.contracts import CompilePass, PassRegistry, PassSchedule
 from deepspeed.compile.graph import GraphParameter, PassLimits
 from deepspeed.compile.operations import dismiss, enrol
-from deepspeed.config.compile import CompileConfig
+from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import log_dist, log_dist_once
 from deepspeed.runtime.backward import runs_in_backward
@@ -46,9 +46,13 @@ def default_schedule(stage: int, *, roomy: bool) -> list[tuple[int, list[str]]]:
     return [(0, always), (_WARM_UP, [*always, "selective_gather"])] if roomy else [(0, always)]
 
 
-def asked_passes(section: CompileConfig) -> list[str]:
+def asked_passes(schema: Schema) -> list[str]:
     """The passes that keys of the config ask for."""
-    keys = {"offload_adam_states": section.offload_opt_states, "offload_activation": section.offload_activation}
+    keys = {
+        "autotp_compile": schema.tensor_parallel.autotp_size > 1,
+        "offload_adam_states": schema.compile.offload_opt_states,
+        "offload_activation": schema.compile.offload_activation,
+    }
     return [name for name, asked in keys.items() if asked]
 
 
@@ -84,8 +88,6 @@ class DeepCompile:
         """Graphs that have run."""
         self.states = StateOffload(parts)
         self.activations = ActivationsAway(parts)
-        self._saved = 0
-        """Bytes that graphs have saved for backward, without the one that runs."""
         self._in_backward = False
         self._shapes = WholeShapes(lambda: self._shards.values())
         module = parts.module
@@ -201,10 +203,10 @@ class DeepCompile:
         """Keep in mind what waits for backward."""
         outside, self._in_backward = self._in_backward, facts.backward
         if facts.backward:
-            self._saved = max(0, self._saved - facts.saved)
+            self.states.saved = max(0, self.states.saved - facts.saved)
         try:
             yield
-            self._saved += 0 if facts.backward else facts.saved
+            self.states.saved += 0 if facts.backward else facts.saved
         finally:
             self._in_backward = outside
             self.activations.settle()
@@ -299,7 +301,7 @@ class DeepCompile:
     def room(self, nbytes: int, *, wait: bool) -> None:
         """See [Note: room for activations]; states stay away until the last backward of a step."""
         returns = self._in_backward and self._parts.accumulation.at_boundary
-        self.states.hold(self._saved + nbytes, wait=wait, returns=returns)
+        self.states.hold(nbytes, wait=wait, returns=returns)
 
     def leave(self, saved: Tensor) -> None:
         """Forward has read a tensor for the last time that is saved for backward."""
@@ -360,6 +362,7 @@ def deep_compile(
             "false",
             path="compile.deepcompile",
         )
-    asked = asked_passes(parts.config.schema.compile)
-    entries = schedule or default_schedule(stage, roomy=not asked)
-    return DeepCompile(parts, backend, options, registry.schedule(entries, stage, asked), step)
+    schema = parts.config.schema
+    roomy = not (schema.compile.offload_opt_states or schema.compile.offload_activation)
+    entries = schedule or default_schedule(stage, roomy=roomy)
+    return DeepCompile(parts, backend, options, registry.schedule(entries, stage, asked_passes(schema)), step)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepspeed.ops.model.linear import takes
 from deepspeed.ops.model.rotary import rotary_reference
-from deepspeed.ops.model.rows import takes
 from deepspeed.ops.registry import by_triton, op, reference
 
 __all__ = ["PageTarget", "copy_blocks", "rotary_write", "write_pages"]

@@ -23,9 +23,17 @@ from deepspeed.zero.states.groups import ShardGroup
 from deepspeed.zero.states.host_step import HostStep
 from deepspeed.zero.states.late_parameters import arrive
 from deepspeed.zero.states.norm import NormRanks, NormTerms, PendingNorm, joint_norm, total_norm
-from deepspeed.zero.states.offloaded_tile import OffloadedTile
 from deepspeed.zero.states.parameter_state import ParameterState
-from deepspeed.zero.states.tiles import StepTiling, Tile, TileUpdate, choose, empty_tile, tile, tiles_well
+from deepspeed.zero.states.tiles import (
+    OffloadedTile,
+    StepTiling,
+    Tile,
+    TileUpdate,
+    choose,
+    empty_tile,
+    tile,
+    tiles_well,
+)
 from deepspeed.zero.states.zenflow import DeferredUpdates
 
 GroupOf = Callable[[StatePiece], ShardGroup]

@@ -9,8 +9,8 @@ import pytest
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.deepspeed_config import ATTRIBUTES
 from deepspeed.config.features import UNBUILT
+from deepspeed.config.model import walk
 from deepspeed.config.schema import Schema
-from deepspeed.config.schema_walk import walk
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError, FeatureUnavailable
 
 CONFIG = {

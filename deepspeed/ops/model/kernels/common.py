@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deepspeed.ops.model.rows import WIDEST
+from deepspeed.ops.model.linear import WIDEST
 from deepspeed.ops.precompile import is_placeholder
 
 
