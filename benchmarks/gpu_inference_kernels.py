@@ -123,15 +123,6 @@ def attention_cases() -> Iterator[Case]:
         yield Case(label, moved, 4 * pairs * HEADS * HEAD, run, inputs, paged_attention_reference, tiles)
 
 
-def row_tiles() -> tuple[Any, ...]:
-    """Shapes of programs for one row, and of those for several."""
-    from deepspeed.ops.generate.kernels.row import RowTile
-    from deepspeed.ops.generate.kernels.streaming import ProductTile
-
-    rows = (RowTile(*each) for each in itertools.product((4, 8, 16), (8, 16, 32), (4,)))
-    return *rows, *(ProductTile(*each) for each in itertools.product((64, 128), (128,), (3, 4, 6), (4, 8)))
-
-
 def product_cases() -> Iterator[Case]:
     """Few rows times weights."""
     from deepspeed.ops.generate.kernels import streaming
@@ -208,7 +199,7 @@ def packed_cases() -> Iterator[Case]:
         yield Case(
             f"packed {mode}{'' if symmetric else ' zeros'} {outs}x{inner} rows {rows}", moved, 2 * rows * outs * inner,
             run, inputs, packed_linear_reference,
-            row_tiles() if rows == 1 and mode != "wf6af16" else () if rows > 64 else tiles,
+            () if rows > 64 else tiles,
             5e-2 if mode == "fp8" and rows > FEW_ROWS else 2e-2,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Prepared:
     """Of the computation."""
     axis: RankGroup | None = None
     """The ranks that share layers."""
+    packed: list[str] = field(default_factory=list)
+    """The names of quantised layers."""
     stream: WeightStream | None = None
     """What brings weights that are not on the device; None where all are."""
 
@@ -94,6 +96,7 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig, stack: ExitStack
     else:
         made.stream = stream_weights(model, settings, device, ready, stack)
     packed.told(required=False)
+    made.packed = packed.done
     if config.replace_with_kernel_inject or config.use_triton:
         inject(model, stack)
     model.eval()

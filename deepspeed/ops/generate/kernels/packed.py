@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.generate.kernels.row import RowTile, row_sum
 from deepspeed.ops.generate.kernels.streaming import (
     ProductTile,
     arrive,
@@ -19,7 +18,7 @@ from deepspeed.ops.generate.kernels.streaming import (
     together,
 )
 from deepspeed.ops.generate.packed_weight import UNIT, PackedWeight
-from deepspeed.ops.model.kernels.common import after_others, cdiv, fetch_ahead, next_power, overlaps
+from deepspeed.ops.model.kernels.common import after_others, cdiv, next_power, overlaps
 from deepspeed.ops.precompile import launch
 
 _MODES = {"w8a16": 8, "w4a16": 4, "wf6af16": 6, "fp8": 1}
@@ -154,8 +153,7 @@ def _packed(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr,
     rows, inner, outs, x_row, w_row, groups, per_group, steps,
     MODE: tl.constexpr, BYTES: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-    PARTS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, LINES: tl.constexpr,
-    PDL: tl.constexpr,
+    PARTS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     turn = tl.program_id(1)
@@ -165,8 +163,6 @@ def _packed(
     w_at = w_ptr + line.to(tl.int64) * w_row
     begin = part * steps
     end = tl.minimum(begin + steps, tl.cdiv(inner, 128))
-    needed = (end - begin) * BYTES if WHOLE else 0  # else a row may end before its last unit does
-    fetch_ahead(w_at + begin * BYTES, needed, LINES, PDL)
     after_others(PDL)
     total = tl.zeros((OUT, ROWS), dtype=tl.float32)
     offset: tl.constexpr = 128.0 if MODE == 8 else 0.0
@@ -206,51 +202,15 @@ def _packed(
         put(y_ptr + top.to(tl.int64) * outs, bias_ptr, total, first, rows - top, outs, BIAS, OUT, ROWS)
 
 
-@triton.jit
-def _packed_row(
-    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, inner, outs, w_row, groups, per_group,
-    KIND: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
-    OUT: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    out = tl.program_id(0) * OUT + tl.arange(0, OUT)
-    line = tl.minimum(out, outs - 1)
-    w_ptr = w_ptr.to(tl.pointer_type(tl.int32 if KIND == 4 else tl.int64 if KIND == 8 else tl.uint8))
-    total = row_sum(
-        x_ptr, w_ptr, scales_ptr, zeros_ptr, line, inner, w_row, groups, per_group, KIND, ZEROS, WHOLE, OUT, UNITS, PDL
-    )
-    if BIAS:
-        total += tl.load(bias_ptr + line).to(tl.float32)
-    tl.store(y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=out < outs)
-
-
-def multiply_row(x: Tensor, packed: PackedWeight, bias: Tensor | None, tile: RowTile | None = None) -> Tensor:
-    """[1, out]: x [1, in] times the transpose of a weight packed in 4 or 8 bits."""
-    kind = _MODES[packed.mode]
-    inner, outs, x = x.shape[1], packed.shape[0], x.contiguous()
-    usual = {1: RowTile(16, 8), 4: RowTile(16, 16), 8: RowTile(16, 8) if outs > 8192 else RowTile(8, 16)}
-    tile = tile or usual[kind]
-    found = torch.empty(1, outs, dtype=x.dtype, device=x.device)
-    launch(
-        _packed_row, (cdiv(outs, tile.out),),
-        x, packed.data, packed.scales, packed.data if packed.zeros is None else packed.zeros,
-        found if bias is None else bias, found, inner, outs,
-        packed.data.stride(0) // {1: 1, 4: 4, 8: 8}[kind], packed.scales.shape[1], max(1, packed.group_size // UNIT),
-        KIND=kind, ZEROS=packed.zeros is not None, BIAS=bias is not None, WHOLE=inner % (UNIT * tile.units) == 0,
-        OUT=tile.out, UNITS=tile.units, num_warps=tile.warps, **overlaps(x.device),
-    )  # fmt: skip
-    return found
-
-
 def multiply(
-    x: Tensor, packed: PackedWeight, bias: Tensor | None, tile: ProductTile | RowTile | None = None,
+    x: Tensor, packed: PackedWeight, bias: Tensor | None, tile: ProductTile | None = None,
     x_scale: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """[rows, out]: x [rows, in] times the transpose of a packed weight; with `x_scale` x is in 8 bits as well."""
     rows, inner = x.shape
-    if rows == 1 and packed.mode != "wf6af16" and not isinstance(tile, ProductTile) and x_scale is None:
-        return multiply_row(x, packed, bias, tile)
-    assert not isinstance(tile, RowTile), "it is for one row"
-    tile = tile or ProductTile(stages=4 if x_scale is None else 6)
+    if tile is None:
+        wide = rows == 1 and packed.mode != "wf6af16"  # what x costs is shared by more rows of the weight
+        tile = ProductTile(out=128 if wide else 64, stages=4 if x_scale is None else 6)
     x = x if x.stride(1) == 1 and x.stride(0) % 16 == 0 else x.contiguous()
     outs = packed.shape[0]
     found = torch.empty(rows, outs, dtype=dtype or x.dtype, device=x.device)
@@ -268,8 +228,7 @@ def multiply(
         MODE=_MODES[packed.mode] if x_scale is None else 2,
         BYTES=UNIT * (8 if packed.mode == "fp8" else _MODES[packed.mode]) // 8,
         GROUPED=packed.group_size > 0, ZEROS=packed.zeros is not None, BIAS=bias is not None, PARTS=parts,
-        OUT=tile.out, ROWS=narrow, WHOLE=inner % UNIT == 0, LINES=tile.lines,
-        num_warps=tile.warps, num_stages=tile.stages,
+        OUT=tile.out, ROWS=narrow, WHOLE=inner % UNIT == 0, num_warps=tile.warps, num_stages=tile.stages,
         **overlaps(x.device),
     )  # fmt: skip
     return found

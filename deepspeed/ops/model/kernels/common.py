@@ -64,25 +64,6 @@ def after_others(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-_LINE = tl.constexpr(128)
-
-
-@triton.jit
-def fetch_ahead(rows, needed, LINES: tl.constexpr, PDL: tl.constexpr):
-    """Bring the first lines of these rows [rows], of which so many bytes are needed, to the device's cache.
-
-    Before `after_others` this reads memory while what was launched before computes.
-    """
-    if PDL and LINES > 0:
-        place = tl.arange(0, LINES)[None, :] * _LINE
-        at = (rows.to(tl.int64) & -4)[:, None] + place
-        left = (needed - place + tl.zeros_like(at)).to(tl.int32)
-        tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.gt.s32 p, $2, 3; mov.u32 $0, 0; @p ld.global.L2::128B.b32 $0, [$1];}",
-            "=r,l,r", [at, left], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
 @triton.jit
 def raise_to(place_ptr, value):
     """Let the number be `value` at least. Most programs see that it is higher by now, and need not wait in line."""
