@@ -37,8 +37,7 @@ from deepspeed.zero.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.zero.gradients.reduction import ReduceToOwners, Reduction, ReductionWeights
 from deepspeed.zero.gradients.sign_reduction import SignReduction
 from deepspeed.zero.gradients.sparse import RowsToOwners, embedding_parameters, row_widths
-from deepspeed.zero.memory_budget import Budgeted
-from deepspeed.zero.offload import gather_from, remotes_of, reserve, store_of, tiers_of, uses_disk
+from deepspeed.zero.offload import Budgeted, gather_from, remotes_of, reserve, store_of, tiers_of, uses_disk
 from deepspeed.zero.parameters.coded import (
     CodedBlockGather,
     CodedGather,

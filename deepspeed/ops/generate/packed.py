@@ -10,7 +10,7 @@ from deepspeed.errors import UsageError
 from deepspeed.ops.fp8.linear import MULTIPLE, product
 from deepspeed.ops.fp8.quantise import round_rows
 from deepspeed.ops.generate.packed_weight import UNIT, PackedWeight
-from deepspeed.ops.model.rows import takes
+from deepspeed.ops.model.linear import takes
 from deepspeed.ops.registry import by_triton, op, reference
 
 __all__ = ["MODES", "pack", "packed_linear", "unpack"]
