@@ -13,7 +13,7 @@ _PATTERNS = (
     ("attention", r"flash|fmha|sdpa|attention|cudnn_generated.*(fort|sdpa)"),
     ("optimizer", r"adam|multi_tensor|_update\b|update_kernel|trust_kernel|lion|lamb(?!da)"),
     ("loss", r"cross_entropy|nll_loss|softmax|_losses"),
-    ("products", r"gemm|cutlass|nvjet|cublas|xmma|splitK|matmul|_mm_"),
+    ("products", r"gemm|cutlass|nvjet|cublas|xmma|splitK|matmul|_mm_|_product"),
     ("copies and casts", r"copy|memcpy|memset|fill|CatArray|convert"),
     ("reductions", r"reduce|norm"),
 )

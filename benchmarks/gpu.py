@@ -36,7 +36,7 @@ from benchmarks import bars, breakdown, gpu_llama, gpu_marks  # noqa: E402 - a s
 __all__ = ["CURVES", "PARTS", "Job", "Report", "main", "plan"]
 
 PARTS = ("training", "kernels", "8b")
-CURVES = ("plain", "ours:0", "ours:0-fused", "ours:0-fused-fp8")
+CURVES = ("plain", "ours:0-fused", "ours:0-fused-fp8", "ours:0-fused-fp8-rows", "ours:0-fused-fp8-blocks")
 """Whose losses are compared over many steps."""
 LEAST_S = 20.0
 """With less time left nothing is begun."""
@@ -62,11 +62,14 @@ _PLAN = (
     Job("training", "plain", 120),
     Job("training", "ours:0-fused", 120),
     Job("training", "ours:0-fused-fp8", 120),
+    Job("training", "ours:0-fused-fp8-rows", 120),
+    Job("training", "ours:0-fused-fp8-blocks", 120),
     Job("kernels", "kernels", 120),
     Job("training", "plain-compiled", 150),
     Job("training", "ours:0-fused-compiled"),
     Job("8b", "ours:0-fused", 120),
     Job("8b", "ours:0-fused-fp8", 120),
+    Job("8b", "ours:0-fused-fp8-rows", 120),
     Job("training", "plain"),  # once more: clocks and temperatures are others by now
     Job("training", "ours:0-fused"),
     Job("training", "ours:0-fused-fp8"),
@@ -75,7 +78,6 @@ _PLAN = (
     Job("training", "ours:0-fused-fp8-compiled"),
     Job("training", "ours:0-fused-codes"),
     Job("training", "ours:0-fused-backward"),
-    Job("training", "ours:0-fused-fp8-rows"),
 )
 
 

@@ -64,14 +64,18 @@ def _apart(name: str, base: str) -> Callable[[Runs], float | None]:
 
 
 FUSED, FP8, COMPILED = "ours:0-fused", "ours:0-fused-fp8", "ours:0-fused-compiled"
+ROWS = f"{FP8}-rows"
 MARKS = (
     Mark("fused kernels: tokens/s", 72_000, _speed(FUSED)),
     Mark("fused kernels ÷ plain", 1.33, _ratio(FUSED, "plain")),
     Mark("fused kernels: peak GiB", 33, _field(FUSED, "allocated_gib"), most=True),
     Mark("fp8: tokens/s", 85_000, _speed(FP8)),
+    Mark("fp8 by rows: tokens/s", 85_000, _speed(ROWS)),
+    Mark("fp8 by rows: losses from plain's", 0.03, _apart(ROWS, "plain"), most=True),
     Mark("compiled ÷ plain compiled", 1.10, _ratio(COMPILED, "plain-compiled")),
     Mark("8B: tokens/s", 8_000, _speed(f"8b {FUSED}")),
     Mark("8B, fp8: tokens/s", 11_000, _speed(f"8b {FP8}")),
+    Mark("8B, fp8 by rows: tokens/s", 12_500, _speed(f"8b {ROWS}")),
     Mark("fused kernels: first start, s", 4, _field(FUSED, "first_start_s"), most=True),
     Mark("fp8: first start, s", 4, _field(FP8, "first_start_s"), most=True),
     Mark("8B: first start, s", 4, _field(f"8b {FUSED}", "first_start_s"), most=True),

@@ -52,7 +52,7 @@ SHAPES = {
     "two-ranks": (512, 8, 1536, 8, 4, 8192, 256, 2),
     "tiny": (64, 2, 128, 4, 2, 256, 32, 2),
 }
-_TRAITS = frozenset(["cpu", "both", "fused", "fp8", "rows", "compiled", "deepcompile", "codes", "backward"])
+_TRAITS = frozenset(["cpu", "both", "fused", "fp8", "rows", "blocks", "compiled", "deepcompile", "codes", "backward"])
 CHECKPOINTED = ("3b", "8b", "20b", "32b")
 
 
@@ -62,9 +62,9 @@ class Task:
 
     `contender` is plain, fsdp2, or ours or deepspeed with a stage after a colon, then traits after dashes:
     ours:2-cpu has its optimizer in host memory, ours:3-both its parameters too; ours:0-fused has fused kernels,
-    ours:0-fp8 products of 8 bits (ours:0-fp8-rows with a scale per row), plain-compiled is compiled, ours:3-deepcompile
-    by DeepCompile; ours:0-codes has moments of 8 bits, ours:0-backward its optimizer in backward, clipped by the last
-    norm.
+    ours:0-fp8 products of 8 bits (ours:0-fp8-rows with a scale per row, ours:0-fp8-blocks per 128 numbers of it),
+    plain-compiled is compiled, ours:3-deepcompile by DeepCompile; ours:0-codes has moments of 8 bits, ours:0-backward
+    its optimizer in backward, clipped by the last norm.
     """
 
     contender: str
@@ -221,7 +221,9 @@ def engine(model: Any, task: Task) -> Contender:
     if "fused" in task.traits:
         config["fused_kernels"] = {"enabled": True}
     if "fp8" in task.traits:
-        config["fp8"] = {"enabled": True, "scaling": "row" if "rows" in task.traits else "tensor"}
+        recipes = {"rows": "row", "blocks": "block"}
+        scaling = next((recipes[trait] for trait in recipes if trait in task.traits), "tensor")
+        config["fp8"] = {"enabled": True, "scaling": scaling}
     if "codes" in task.traits:
         config["optimizer"]["params"]["moment_bits"] = 8
     if "backward" in task.traits:

@@ -122,10 +122,13 @@ def outline(message: object) -> tuple[Any, torch.dtype | None]:
     """Shape and dtype of what is not one tensor: a list of them, nothing, or something wrong."""
     if message is None:
         return None, None
-    if isinstance(message, Sequence) and all(isinstance(item, torch.Tensor) for item in message):
-        shapes = tuple(item.shape for item in message[:SHOWN])
-        dtype = message[0].dtype if message else None
-        return Several(shapes, len(message), sum(item.numel() for item in message)), dtype
+    if isinstance(message, Sequence):
+        try:
+            numel = sum(map(torch.Tensor.numel, message))
+        except TypeError:  # something in it is no tensor
+            return type(message).__name__, None
+        shapes = tuple([tensor.shape for tensor in message[:SHOWN]])
+        return Several(shapes, len(message), numel), message[0].dtype if message else None
     return type(message).__name__, None
 
 

@@ -103,8 +103,9 @@ class Fp8Config(Section):
     enabled: bool = key(
         False, "Whether linear layers round what they multiply; a table lists which, and why others do not."
     )
-    scaling: Literal["tensor", "row"] = key(
-        "tensor", "A scale for each tensor, or for each row, which is nearer and leaves gradients of weights alone."
+    scaling: Literal["tensor", "row", "block"] = key(
+        "tensor",
+        "What has a scale of its own: a tensor, a row, or 128 numbers of it (of weights, squares of 128 × 128).",
     )
     exclude: Patterns = key(
         ["lm_head", ".*embed"], "Regular expressions, matched from the start of module names to leave."

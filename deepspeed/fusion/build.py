@@ -23,7 +23,8 @@ from deepspeed.fusion.head import find_head
 from deepspeed.fusion.norms import find_norm, find_residual
 from deepspeed.fusion.shared_input import find_inputs
 from deepspeed.log import log_dist, print_dist
-from deepspeed.ops.fp8.linear import emulated
+from deepspeed.ops.fp8.linear import Scaling, resolve
+from deepspeed.ops.fp8.product import emulated
 from deepspeed.ops.precompile import KernelPrecompiler
 from deepspeed.transformers.replacement import Refused, Serves, Swap
 
@@ -102,9 +103,9 @@ def _inputs(model: nn.Module, kept: Callable[[str], bool]) -> Iterator[FusionFin
             yield FusionFinding("inputs", name, type(module).__name__, result)
 
 
-def find_products(model: nn.Module, scaling: str, exclude: Sequence[str] = ()) -> Iterator[FusionFinding]:
+def find_products(model: nn.Module, scaling: Scaling, exclude: Sequence[str] = ()) -> Iterator[FusionFinding]:
     """Linear layers that can multiply 8-bit numbers; see `find`."""
-    kept, recent = _kept(exclude), LastRounded(by_rows=scaling == "row")
+    kept, recent = _kept(exclude), LastRounded(scaling)
     for name, module in model.named_modules():
         if kept(name) and (result := find_product(module, recent)) is not None:
             yield FusionFinding("fp8", name, type(module).__name__, result)
@@ -213,7 +214,7 @@ def fuse(
             findings += _tell_missed(model, kinds, list(find(model, kinds)) if fused.exclude else findings)
         put(findings, undo)
     if eight.enabled:
-        products = list(find_products(model, eight.scaling, eight.exclude))
+        products = list(find_products(model, resolve(eight.scaling), eight.exclude))
         put(products, undo)
         put(joined := list(find_feed_forwards8(model)), undo)
         findings += products + joined

@@ -14,8 +14,8 @@ from torch.nn import functional
 from deepspeed.fusion.equivalence import fits, ordinary, overridden, unwatched, watched_everywhere
 from deepspeed.fusion.feed_forward import APART, FeedForward
 from deepspeed.fusion.gelu import LinearGelu
-from deepspeed.ops.fp8.linear import MULTIPLE, Fp8FeedForward, Fp8Linear
-from deepspeed.ops.fp8.quantise import Quantized, round_rows, round_tensor
+from deepspeed.ops.fp8.linear import MULTIPLE, Fp8FeedForward, Fp8Linear, Scaling, round_input
+from deepspeed.ops.fp8.quantise import Quantized
 from deepspeed.ops.precompile import forward_and_backward
 from deepspeed.transformers.replacement import TOKENS, Refused, Swap, put_forward, replacement
 
@@ -31,33 +31,32 @@ def find_product(module: nn.Module, recent: LastRounded) -> Swap | Refused | Non
         return Refused(reason)
     if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return Refused(f"{module.in_features} × {module.out_features} is no multiple of {MULTIPLE} on each side")
-    name = f"fp8 product, scales by {'row' if recent.by_rows else 'tensor'}"
+    name = f"fp8 product, scales by {recent.scaling}"
     linear = Fp8Products(recent)
     put = (
         partial(put_forward, module, linear.run, compiled=linear.run)
         if fused is None
         else partial(fused.multiply_by, linear.product)
     )
-    return Swap(name, put, partial(_scene, recent.by_rows, module.in_features, module.out_features))
+    return Swap(name, put, partial(_scene, recent.scaling, module.in_features, module.out_features))
 
 
 def products_of(layer: nn.Module) -> Fp8Products | None:
-    """What computes a layer with one scale for each tensor; None for layers that others may see or change."""
+    """What computes a layer; None for layers that others may see or change."""
     products = getattr(replacement(layer), "__self__", None)
-    found = isinstance(products, Fp8Products) and unwatched(layer) and not products.recent.by_rows
-    return products if found else None
+    return products if isinstance(products, Fp8Products) and unwatched(layer) else None
 
 
-def _scene(by_rows: bool, width: int, out: int, *, dtype: torch.dtype) -> None:
-    linear = Fp8Products(LastRounded(by_rows=by_rows))  # its own: other threads are using the model's
+def _scene(scaling: Scaling, width: int, out: int, *, dtype: torch.dtype) -> None:
+    linear = Fp8Products(LastRounded(scaling))  # its own: other threads are using the model's
     forward_and_backward(linear.multiply, (TOKENS, width), (out, width), dtype=dtype)
 
 
 class LastRounded:
     """The last input that was rounded: the layers that read it one after the other round it once."""
 
-    def __init__(self, *, by_rows: bool) -> None:
-        self.by_rows = by_rows
+    def __init__(self, scaling: Scaling) -> None:
+        self.scaling = scaling
         self._source: weakref.ref[Tensor] | None = None
         self._version = 0
         self._rounded: Quantized | None = None
@@ -68,16 +67,14 @@ class LastRounded:
             return self._round(matrix)
         known = self._source is not None and self._source() is x and self._version == x._version
         if known and self._rounded is not None and self._rounded.columns is None:
-            known = self.by_rows or not torch.is_grad_enabled()
+            known = not torch.is_grad_enabled()
         if not known or self._rounded is None:
             self._rounded = self._round(matrix)
             self._source, self._version = weakref.ref(x), x._version
         return self._rounded
 
     def _round(self, matrix: Tensor) -> Quantized:
-        if self.by_rows:
-            return round_rows(matrix.detach(), torch.float8_e4m3fn)
-        return round_tensor(matrix.detach(), torch.float8_e4m3fn, columns=torch.is_grad_enabled())
+        return round_input(matrix.detach(), self.scaling, columns=torch.is_grad_enabled())
 
 
 class Fp8Products:
@@ -122,14 +119,14 @@ class Fp8Products:
         return [out if bias is None else out.add_(bias.to(out.dtype)) for out, bias in zip(outs, biases, strict=True)]
 
     def _products(self, input: Tensor, matrix: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        by_rows = self.recent.by_rows
+        scaling = self.recent.scaling
         if torch.compiler.is_compiling():
             from deepspeed.ops.fp8 import graph
 
-            held = graph.rounded(matrix, by_rows)
-            return [graph.linear(matrix, weight, held, by_rows) for weight in weights]
+            held = graph.rounded(matrix, scaling)
+            return [graph.linear(matrix, weight, held, scaling) for weight in weights]
         rounded = self.recent.rounded(input, matrix)
-        outs: tuple[Tensor, ...] = Fp8Linear.apply(matrix, rounded, by_rows, *weights)  # type: ignore[no-untyped-call]
+        outs: tuple[Tensor, ...] = Fp8Linear.apply(matrix, rounded, scaling, *weights)  # type: ignore[no-untyped-call]
         return outs
 
 
@@ -143,8 +140,10 @@ def find_feed_forward8(module: nn.Module) -> Swap | None:
     if layers is None:
         return None
     gate, _, down = layers
-    run = Fp8FeedForwardLayer(fused)
-    scene = partial(_feed_forward_scene, fused.kind, gate.in_features, gate.out_features, down.out_features)
+    run, products = Fp8FeedForwardLayer(fused), products_of(gate)
+    assert products is not None, "looked at"
+    plan = fused.kind, products.recent.scaling
+    scene = partial(_feed_forward_scene, plan, gate.in_features, gate.out_features, down.out_features)
     return Swap(f"gated {fused.kind} between products", partial(put_forward, module, run.run), scene)
 
 
@@ -170,7 +169,8 @@ def compute(products: Fp8Products, x: Tensor, kind: str, *weights: Tensor) -> Te
     """down(act(gate(x)) · up(x)) for the three weights."""
 
     def of_rows(matrix: Tensor) -> list[Tensor]:
-        return [Fp8FeedForward.apply(matrix, products.recent.rounded(x, matrix), kind, *weights)]  # type: ignore[no-untyped-call]
+        plan = kind, products.recent.scaling
+        return [Fp8FeedForward.apply(matrix, products.recent.rounded(x, matrix), plan, *weights)]  # type: ignore[no-untyped-call]
 
     return products.of_rows(x, of_rows)[0]
 
@@ -186,7 +186,8 @@ def _layers(module: nn.Module) -> list[nn.Linear] | None:
     return layers if matching and gate is not up and down.in_features == gate.out_features else None
 
 
-def _feed_forward_scene(kind: str, width: int, inner: int, out: int, *, dtype: torch.dtype) -> None:
-    products = Fp8Products(LastRounded(by_rows=False))  # its own: other threads are using the model's
+def _feed_forward_scene(plan: tuple[str, Scaling], width: int, inner: int, out: int, *, dtype: torch.dtype) -> None:
+    kind, scaling = plan
+    products = Fp8Products(LastRounded(scaling))  # its own: other threads are using the model's
     shapes = (TOKENS, width), (inner, width), (inner, width), (out, inner)
     forward_and_backward(lambda x, *weights: compute(products, x, kind, *weights), *shapes, dtype=dtype)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from deepspeed.fusion.equivalence import FORWARD, differentiated, fits, is_plain, overridden, watched_everywhere
 from deepspeed.fusion.fp8_linear import Fp8FeedForwardLayer, Fp8Products, LastRounded, products_of
+from deepspeed.ops.fp8.linear import Scaling
 from deepspeed.ops.model.linear import linears
 from deepspeed.ops.precompile import forward_and_backward
 from deepspeed.transformers.replacement import TOKENS, Refused, Swap, Undo, put_forward, replacement
@@ -57,11 +58,14 @@ def find_inputs(
         return Swap(f"{gradients} added by their products", put, serves="train")
     layers = [children[name] for name in names]
     shapes = tuple((layer.out_features, layer.in_features) for layer in layers if isinstance(layer, nn.Linear))
-    return Swap(f"{gradients} in one product of 8 bits", put, partial(_scene, shapes), serves="train")
+    products = products_of(layers[0])
+    assert products is not None, "looked at"
+    scene = partial(_scene, products.recent.scaling, shapes)
+    return Swap(f"{gradients} in one product of 8 bits", put, scene, serves="train")
 
 
-def _scene(shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype) -> None:
-    products = Fp8Products(LastRounded(by_rows=False))  # its own: other threads are using the model's
+def _scene(scaling: Scaling, shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype) -> None:
+    products = Fp8Products(LastRounded(scaling))  # its own: other threads are using the model's
 
     def together(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         return tuple(products.several(x, weights, [None] * len(weights)))

@@ -134,6 +134,16 @@ def compute_capability(major: int, minor: int = 0) -> Capability:
     return Capability(f"compute capability {major}.{minor}", probe, lasting=False)
 
 
+@_fact("products of numbers with block scales", lasting=False)
+def has_block_scales() -> ProbeResult:
+    if not on_cuda.holds:
+        return on_cuda.verdict
+    found, version = torch.cuda.get_device_capability(), torch.version.cuda or "0.0"
+    text = f"{torch.cuda.get_device_name()} of compute capability {found[0]}.{found[1]}, CUDA {version}"
+    fits = found == (9, 0) and tuple(map(int, version.split(".")[:2])) >= (12, 9)
+    return ProbeResult(fits, text if fits else f"{text}; cuBLAS scales blocks of 128 on 9.0 with CUDA 12.9 and later")
+
+
 def cxx_compiler() -> str | None:
     """The C++ compiler that a build would use: `$CXX`, else the first of c++, g++ and clang++ on PATH."""
     wanted = os.environ.get("CXX")

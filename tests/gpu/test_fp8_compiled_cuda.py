@@ -52,7 +52,7 @@ def gradients(scaling, *, compiled):
     return found
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
 def test_gradients_are_those_without_a_compiler(scaling):
     plain, compiled = (gradients(scaling, compiled=each) for each in (False, True))
     for name, grad in plain.items():

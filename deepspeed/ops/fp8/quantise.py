@@ -1,7 +1,4 @@
-"""Numbers rounded to 8 bits with a scale: one for a whole tensor, or one for each row or column.
-
-Ops `fp8_tensor`, `fp8_rows`, `fp8_columns`.
-"""
+"""Numbers rounded to 8 bits with a scale: one for a whole tensor, or one for each row. Ops `fp8_tensor`, `fp8_rows`."""
 
 from __future__ import annotations
 
@@ -21,14 +18,16 @@ SMALLEST = 1e-12
 
 
 class Quantized(NamedTuple):
-    """A matrix in 8 bits. Its values are those of `rows` times `scale`."""
+    """A matrix in 8 bits. Its values are those of `rows` times `scale`, or of the transpose times `turned`."""
 
     rows: Tensor | None
     """[m, n], contiguous; None where nobody asked for it."""
     columns: Tensor | None
     """[n, m], contiguous: the transpose."""
     scale: Tensor
-    """float32: a scalar, [m, 1] of the rows, or [n, 1] of the columns."""
+    """float32: a scalar, or [m, 1] of the rows, or [m, n / 128] of their parts, or [m / 128, n / 128] of squares."""
+    turned: Tensor
+    """Those of the transpose."""
 
 
 def round_tensor(
@@ -66,12 +65,6 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> Quantized:
     return result
 
 
-def round_columns(x: Tensor, dtype: torch.dtype) -> Quantized:
-    """The transpose of a matrix, rounded with a scale for each of its rows."""
-    result: Quantized = op("fp8_columns")(x.contiguous(), dtype)
-    return result
-
-
 @reference("fp8_tensor")
 @torch.no_grad()
 def round_tensor_reference(
@@ -90,8 +83,8 @@ def round_tensor_reference(
         if largest is None:
             largest = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         scale = largest.clamp(min=SMALLEST) / torch.finfo(dtype).max
-    rounded = _rounded(x.float() / scale, dtype)
-    return Quantized(rounded if rows else None, rounded.t().contiguous() if columns else None, scale)
+    codes = rounded(x.float() / scale, dtype)
+    return Quantized(codes if rows else None, codes.t().contiguous() if columns else None, scale, scale)
 
 
 @reference("fp8_rows")
@@ -100,22 +93,16 @@ def round_rows_reference(x: Tensor, dtype: torch.dtype) -> Quantized:
     """In plain torch."""
     largest = x.abs().amax(1, keepdim=True).float() if x.numel() else x.new_zeros(x.shape[0], 1, dtype=torch.float32)
     scale = largest.clamp(min=SMALLEST) / torch.finfo(dtype).max
-    return Quantized(_rounded(x.float() / scale, dtype), None, scale)
+    return Quantized(rounded(x.float() / scale, dtype), None, scale, scale)
 
 
-@reference("fp8_columns")
-def round_columns_reference(x: Tensor, dtype: torch.dtype) -> Quantized:
-    """In plain torch."""
-    turned = round_rows_reference(x.t().contiguous(), dtype)
-    return Quantized(None, turned.rows, turned.scale)
-
-
-def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest numbers of 8 bits."""
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
 
 
-def _turns(x: Tensor) -> bool:
+def turns(x: Tensor) -> bool:
     """Whether the kernel can turn such a matrix: what Triton makes of float32 has wrong bytes in the transpose."""
     return takes(x) and (x.dtype in _NARROW or x.device.type == "cpu")
 
@@ -132,7 +119,7 @@ def round_tensor_triton(
     largest: Tensor | None = None,
 ) -> Quantized:
     """By the kernels where they can."""
-    if not all(_turns(x) and x.numel() for x in matrices):
+    if not all(turns(x) and x.numel() for x in matrices):
         return round_tensor_reference(matrices, dim, dtype, rows=rows, columns=columns, scale=scale, largest=largest)
     from deepspeed.ops.fp8.kernels import quantise as kernels
 
@@ -152,7 +139,8 @@ def round_tensor_triton(
         turned = column if column is None or side == sum(sides) else column.narrow(1 - dim, start, side)
         kernels.round_joined(some, dim, scale, into, turned, made=made, smallest=SMALLEST)
         start += side
-    return Quantized(row, column, scale if made is None else made)
+    used = scale if made is None else made
+    return Quantized(row, column, used, used)
 
 
 @torch.no_grad()
@@ -163,17 +151,7 @@ def round_rows_triton(x: Tensor, dtype: torch.dtype) -> Quantized:
         return round_rows_reference(x, dtype)
     from deepspeed.ops.fp8.kernels.quantise import round_rows as kernel
 
-    rounded, scale = kernel(x, dtype, SMALLEST)
-    return Quantized(rounded, None, scale)
-
-
-@torch.no_grad()
-@by_triton("fp8_columns")
-def round_columns_triton(x: Tensor, dtype: torch.dtype) -> Quantized:
-    """By the kernel where it can."""
-    if not _turns(x) or not x.numel():
-        return round_columns_reference(x, dtype)
-    from deepspeed.ops.fp8.kernels.quantise import round_columns as kernel
-
-    scale = x.abs().amax(0).float().clamp_(min=SMALLEST).div_(torch.finfo(dtype).max)
-    return Quantized(None, kernel(x, scale, dtype), scale.unsqueeze(1))
+    codes = torch.empty_like(x, dtype=dtype)
+    scale = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+    kernel(x, codes, scale, SMALLEST)
+    return Quantized(codes, None, scale, scale)

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepspeed.errors import UsageError
-from deepspeed.ops.fp8.linear import MULTIPLE, product
+from deepspeed.ops.fp8.linear import MULTIPLE
+from deepspeed.ops.fp8.product import product
 from deepspeed.ops.fp8.quantise import round_rows
 from deepspeed.ops.generate.packed_weight import UNIT, PackedWeight
 from deepspeed.ops.model.linear import takes

@@ -17,7 +17,7 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.accelerator.side_stream import SideStream
 from deepspeed.comm import Pending
-from deepspeed.comm.coalesced import BATCHING, all_gather_coalesced, broadcast_coalesced
+from deepspeed.comm.coalesced import BATCHING, all_gather_lines, broadcast_coalesced
 from deepspeed.comm.groups import played_backend
 from deepspeed.comm.pending import EventWait, WaitableWork
 from deepspeed.comm.point_to_point import gather_parts
@@ -186,7 +186,6 @@ class PlainGather:
     cut: Callable[[Shard], Cut] = _by_chunk
     hops: NodeHops | None = None
 
-    @torch.no_grad()
     def start(self, shards: Sequence[Shard], serves: GatherFor) -> None:
         kinds: dict[Any, list[Cut]] = {}
         alike: list[Cut] = []
@@ -312,9 +311,7 @@ def _batched(cuts: Sequence[Cut], group: Any) -> None:
     for cut in cuts:
         cut.shard.allocate()
     with comm.labelled(_label(cuts)):
-        work = all_gather_coalesced(
-            [cut.shard.flat for cut in cuts], [cut.sent for cut in cuts], group=group, async_op=True
-        )
+        work = all_gather_lines([cut.shard.flat for cut in cuts], [cut.sent for cut in cuts], group)
     shared: Pending[Any] = Pending(None, work)
     for cut in cuts:
         cut.shard.pending = shared

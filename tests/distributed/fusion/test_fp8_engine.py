@@ -49,7 +49,7 @@ def train(stage, section, steps=30):
 @ranks(2)
 def test_the_curve_beside_that_of_16_bits_at_every_stage():
     exact = train(0, {"enabled": False})
-    for scaling in ("tensor", "row"):
+    for scaling in ("tensor", "row", "block"):
         curves = {stage: train(stage, {"enabled": True, "scaling": scaling}) for stage in (0, 2, 3)}
         for stage, losses in curves.items():
             assert losses == pytest.approx(curves[0], rel=2e-2), (scaling, stage)  # bf16 sums in another order

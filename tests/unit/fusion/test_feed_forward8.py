@@ -50,14 +50,16 @@ def assert_near(model, apart):
         assert (grad - other_grads[name]).norm() <= 0.15 * other_grads[name].norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("checkpoints", [None, False, True])
-def test_near_what_the_layers_compute_apart(checkpoints, counted):
+@pytest.mark.parametrize(
+    ("checkpoints", "scaling"), [(None, "tensor"), (False, "tensor"), (True, "tensor"), (None, "row"), (False, "block")]
+)
+def test_near_what_the_layers_compute_apart(checkpoints, scaling, counted):
     model = model_of()
     if checkpoints is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpoints})
     apart = copy.deepcopy(model)
-    undo, found = eight(model)
-    eight(apart, joined=False)
+    undo, found = eight(model, scaling=scaling)
+    eight(apart, joined=False, scaling=scaling)
     text = "\n".join(lines(found))
     assert "model.layers.0.mlp               gated silu between products" in text
     assert "gate_proj, up_proj" not in text, "these are no longer called"
@@ -128,14 +130,12 @@ def test_who_watches_all_modules_sees_the_layers(counted):
     assert counted == []
 
 
-def test_autocast_and_rows_of_scales_are_as_ever(counted):
+def test_autocast_is_as_ever(counted):
     model = model_of()
     eight(model)
     with torch.autocast("cpu", torch.bfloat16):
         step(model)
     assert counted == []
-    _, found = eight(model_of(), scaling="row")
-    assert "between products" not in "\n".join(lines(found))
 
 
 @pytest.mark.parametrize(

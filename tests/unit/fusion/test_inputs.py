@@ -124,22 +124,16 @@ def test_additions_of_hidden_states_are_fewer():
 
 def test_layers_of_8_bits_stay_so(counted):
     pair = [model_of(), model_of()]
-    for model in pair:
-        put(list(find_products(model, "row", [r".*(mlp|k_proj)"])), ExitStack())
     swapped(pair[0])
-    assert_same(*pair)
-    assert counted == [2, 2], "the feed-forward layers; scales of rows belong to one layer"
-    late = [model_of(), model_of()]
-    swapped(late[0])
-    for model in late:
+    for model in pair:
         put(list(find_products(model, "row", [r".*mlp", r".*k_proj", r".*v_proj"])), ExitStack())
-    counted.clear()
-    assert_same(*late)
+    assert_same(*pair)
     assert counted == [2, 2, 2, 2], "keys and values, gate and up"
 
 
-def test_layers_of_8_bits_together(monkeypatch):
-    """With one scale for each tensor: near what they compute apart, and put back as they were."""
+@pytest.mark.parametrize("scaling", ["tensor", "block"])
+def test_layers_of_8_bits_together(monkeypatch, scaling):
+    """Near what they compute apart, and put back as they were."""
     together, real = [], Fp8Products.several
 
     def several(self, input, weights, biases):
@@ -149,7 +143,7 @@ def test_layers_of_8_bits_together(monkeypatch):
     monkeypatch.setattr(Fp8Products, "several", several)
     model, apart = model_of("Qwen2"), model_of("Qwen2")
     for each in (model, apart):
-        put(list(find_products(each, "tensor", ["lm_head", r".*o_proj", r".*mlp"])), ExitStack())
+        put(list(find_products(each, scaling, ["lm_head", r".*o_proj", r".*mlp"])), ExitStack())
     own = [layer.self_attn.q_proj.__dict__["forward"] for layer in model.model.layers]
     text = "\n".join(lines(found := list(find(model, ("inputs",)))))
     assert "self_attn  gradients of q_proj, k_proj, v_proj in one product of 8 bits" in text

@@ -21,7 +21,7 @@ TILE, TILE_WARPS = (32, 128), 4
 FEW = 3
 """Matrices that one launch takes."""
 
-_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _largest(
 def _round_tile(
     x_ptr, scale_ptr, row_ptr, column_ptr, made_ptr, top, left, rows, columns, row_stride, column_stride, limit,
     smallest, makes,
-    TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MANY: tl.constexpr, MAKES: tl.constexpr,
+    TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAKES: tl.constexpr,
     DOWN: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
     down, right = tl.arange(0, DOWN), tl.arange(0, RIGHT)
@@ -52,33 +52,18 @@ def _round_tile(
     inside = (down[:, None] < high) & (right[None, :] < wide)
     x = tl.load(x_ptr + (top * columns + left) + (down[:, None] * columns + right[None, :]), mask=inside, other=0.0)
     x = x.to(tl.float32)
-    if MANY:  # a scale for each column
-        x = x / tl.load(scale_ptr + left + right, mask=right < wide, other=1.0)[None, :]
-    else:
-        scale = tl.load(scale_ptr)
-        if MAKES:  # it is the largest magnitude
-            scale = tl.div_rn(tl.maximum(scale, smallest), limit)
-            if makes:
-                tl.store(made_ptr, scale)
-        x = x / scale
-    x = tl.minimum(tl.maximum(x, -limit), limit).to(TYPE)
+    scale = tl.load(scale_ptr)
+    if MAKES:  # it is the largest magnitude
+        scale = tl.div_rn(tl.maximum(scale, smallest), limit)
+        if makes:
+            tl.store(made_ptr, scale)
+    x = tl.minimum(tl.maximum(x / scale, -limit), limit).to(TYPE)
     if ROWS:
         tl.store(row_ptr + (top * row_stride + left) + (down[:, None] * row_stride + right[None, :]), x, mask=inside)
     if COLUMNS:
         turned = (right[:, None] < wide) & (down[None, :] < high)
         place = (left * column_stride + top) + (right[:, None] * column_stride + down[None, :])
         tl.store(column_ptr + place, tl.trans(x), mask=turned)
-
-
-@triton.jit
-def _round_columns(
-    x_ptr, scale_ptr, column_ptr, rows, columns, limit, TYPE: tl.constexpr, DOWN: tl.constexpr, RIGHT: tl.constexpr
-):
-    _round_tile(
-        x_ptr, scale_ptr, column_ptr, column_ptr, scale_ptr,
-        tl.program_id(0).to(tl.int64) * DOWN, tl.program_id(1).to(tl.int64) * RIGHT, rows, columns, rows, rows,
-        limit, 0.0, False, TYPE, False, True, True, False, DOWN, RIGHT,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -103,13 +88,13 @@ def _round_joined(
         _round_tile(
             x_ptr, scale_ptr, row_ptr + place * row_stride, column_ptr + place, made_ptr,
             along, across, size, other, row_stride, column_stride, limit, smallest, makes,
-            TYPE, ROWS, COLUMNS, False, MAKES, DOWN, RIGHT,
+            TYPE, ROWS, COLUMNS, MAKES, DOWN, RIGHT,
         )  # fmt: skip
     else:
         _round_tile(
             x_ptr, scale_ptr, row_ptr + place, column_ptr + place * column_stride, made_ptr,
             across, along, other, size, row_stride, column_stride, limit, smallest, makes,
-            TYPE, ROWS, COLUMNS, False, MAKES, DOWN, RIGHT,
+            TYPE, ROWS, COLUMNS, MAKES, DOWN, RIGHT,
         )  # fmt: skip
 
 
@@ -163,7 +148,7 @@ def round_joined(
         _round_joined, (count, cdiv(other, TILE[1 - dim])),
         *_three(matrices), scale, row_, column_, scale if made is None else made, *sizes, other, *starts,
         row_.stride(0), column_.stride(0), torch.finfo(row_.dtype).max, smallest,
-        TYPE=_TYPES[row_.dtype], ROWS=row is not None, COLUMNS=column is not None, MAKES=made is not None,
+        TYPE=TYPES[row_.dtype], ROWS=row is not None, COLUMNS=column is not None, MAKES=made is not None,
         BELOW=dim == 0, DOWN=TILE[0], RIGHT=TILE[1], num_warps=TILE_WARPS,
     )  # fmt: skip
 
@@ -179,28 +164,13 @@ def _three(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
     return [*matrices, *[matrices[0]] * (FEW - len(matrices))]
 
 
-def round_columns(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The transpose of a contiguous matrix whose columns are divided by a scale each."""
+def round_rows(x: Tensor, out: Tensor, scale: Tensor, smallest: float) -> None:
+    """Write the 8-bit numbers and the [rows, 1] scales of a contiguous matrix, each row with a scale of its own."""
     height, width = x.shape
-    out = torch.empty(width, height, dtype=dtype, device=x.device)
-    launch(
-        _round_columns, (cdiv(height, TILE[0]), cdiv(width, TILE[1])),
-        x, scale, out, height, width, torch.finfo(dtype).max,
-        TYPE=_TYPES[dtype], DOWN=TILE[0], RIGHT=TILE[1], num_warps=TILE_WARPS,
-    )  # fmt: skip
-    return out
-
-
-def round_rows(x: Tensor, dtype: torch.dtype, smallest: float) -> tuple[Tensor, Tensor]:
-    """(8-bit numbers, [rows, 1] scales) of a contiguous matrix, each row with a scale of its own."""
-    height, width = x.shape
-    out = torch.empty(height, width, dtype=dtype, device=x.device)
-    scale = torch.empty(height, 1, dtype=torch.float32, device=x.device)
     block = row_block(width)
     if x.numel():
         launch(
             _round_rows, (height,),
-            x, out, scale, width, torch.finfo(dtype).max, smallest, TYPE=_TYPES[dtype], BLOCK=block,
+            x, out, scale, width, torch.finfo(out.dtype).max, smallest, TYPE=TYPES[out.dtype], BLOCK=block,
             num_warps=warps(block),
         )  # fmt: skip
-    return out, scale

@@ -1,12 +1,14 @@
 """Matrices that are rounded as one, and layers that are computed as one."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from tests.unit.ops.model.interpreted import DEVICE, numbers
 
 from deepspeed.ops.fp8.linear import Fp8FeedForward  # isort: skip
-from deepspeed.ops.fp8.linear import Fp8Linear
+from deepspeed.ops.fp8.linear import Fp8Linear, round_input
 from deepspeed.ops.fp8.quantise import round_tensor, round_tensor_reference, round_tensor_triton
 from deepspeed.ops.model.gated import (
     ACTIVATIONS,
@@ -17,6 +19,7 @@ from deepspeed.ops.model.gated import (
     values_triton,
 )
 
+SOME = [("silu", "row"), ("gelu", "block")]
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -63,7 +66,7 @@ def leaf(*shape, seed, scale=1.0):
 
 
 def together(x, *weights):
-    return Fp8Linear.apply(x, round_tensor(x.detach(), E4), False, *weights)
+    return Fp8Linear.apply(x, round_tensor(x.detach(), E4), "tensor", *weights)
 
 
 def test_several_layers_are_one_wide_layer():
@@ -91,9 +94,8 @@ def test_a_layer_whose_result_nobody_used():
         assert (found - expected).norm() < 0.15 * expected.norm()
 
 
-def whole(x, kind, *weights, grad=True):
-    rounded = round_tensor(x.detach(), E4, columns=grad)
-    return Fp8FeedForward.apply(x, rounded, kind, *weights)
+def whole(x, kind, *weights, grad=True, scaling="tensor"):
+    return Fp8FeedForward.apply(x, round_input(x.detach(), scaling, columns=grad), (kind, scaling), *weights)
 
 
 def exact(x, kind, gate, up, down):
@@ -113,11 +115,11 @@ def near(found, expected):
     assert (found - expected).norm() < 0.15 * expected.norm()
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_a_feed_forward_layer_is_near_the_exact_one(kind):
+@pytest.mark.parametrize(("kind", "scaling"), [*((kind, "tensor") for kind in ACTIVATIONS), *SOME])
+def test_a_feed_forward_layer_is_near_the_exact_one(kind, scaling):
     inputs = parts()
     results = []
-    for compute in (whole, exact):
+    for compute in (partial(whole, scaling=scaling), exact):
         out = compute(inputs[0], kind, *inputs[1:])
         results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     for found, expected in zip(*results, strict=True):

@@ -24,7 +24,7 @@ from deepspeed.transformers.replacement import Swap
 
 HOMES = [
     *(f"deepspeed.ops.model.kernels.{name}" for name in ("norm", "gated", "rotary", "cross_entropy")),
-    "deepspeed.ops.fp8.kernels.quantise",
+    *(f"deepspeed.ops.fp8.kernels.{name}" for name in ("quantise", "groups", "product")),
 ]
 
 
@@ -63,7 +63,7 @@ def put_in_place(found):
     return findings
 
 
-@pytest.mark.parametrize("scaling", [None, "tensor", "row"])
+@pytest.mark.parametrize("scaling", [None, "tensor", "row", "block"])
 def test_what_is_rehearsed_is_what_a_model_launches(launched, scaling):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.LlamaConfig(
