@@ -148,7 +148,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     args = parser.parse_args(arguments)
     deepspeed.init_distributed(verbose=False)
-    os.environ["LOCAL_WORLD_SIZE"] = "2"  # ranks of a pretended node, for what is built from now on
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        os.environ[name] = "2"  # ranks of a pretended node, for what is built from now on
     found: dict[str, list[list[float]]] = {}
     for way in [each.strip() for each in args.only.split(";") if each] or WAYS:
         for seed in range(args.seeds):

@@ -66,7 +66,7 @@ def _refused(config: DeepSpeedConfig, world_size: int) -> Iterator[DeepSpeedErro
         lambda: _optimizer(schema),
         lambda: _schedule(schema, config.loaded.autos),
         lambda: schema.sparse_attention and sparsity_of(schema.sparse_attention, num_heads=1),
-        lambda: world_size > 1 and _neighbours(schema.zero_optimization, world_size // schema.axis_sizes["tp"]),
+        lambda: _neighbours(schema.zero_optimization, world_size // schema.axis_sizes["tp"]),
     ]
     for attempt in attempts:
         try:
@@ -77,6 +77,8 @@ def _refused(config: DeepSpeedConfig, world_size: int) -> Iterator[DeepSpeedErro
 
 def _neighbours(zero: DeepSpeedZeroConfig, ranks: int) -> None:
     """Sizes that do not divide all ranks cannot divide those that share parameters, such as a stage of a pipeline."""
+    if ranks < 2:
+        return
     axis = Axis("dp", [tuple(range(ranks))])
     check_size(axis, int(zero.zero_hpz_partition_size))
     if zero.shards_states and zero.mics_shard_size > 0:

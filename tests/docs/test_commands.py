@@ -43,6 +43,7 @@ COMMANDS = all_commands()
 SHORT = {
     "examples/collectives.py": [],
     "examples/data/train.py": ["--steps", "2"],
+    "examples/fewer_bytes/train.py": ["--steps", "1", "--width", "64"],
     "examples/fast/train.py": ["--steps", "3", "--width", "16"],
     "examples/finetune/plain.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/rlhf/train.py": ["--steps", "2"],

@@ -76,7 +76,7 @@ class OnebitAdam(OneBitOptimizer):
             param.sub_(update.add_(param, alpha=group["weight_decay"]), alpha=group["lr"])
 
 
-def corrections(group: Group, step: int, updates: int) -> tuple[float, float]:
+def corrections(group: Mapping[str, Any], step: int, updates: int) -> tuple[float, float]:
     """What momentum and variance are divided by after so many steps, and so many updates of the variance."""
     beta1, beta2 = group["betas"]
     return (1 - beta1**step, 1 - beta2**updates) if group["bias_correction"] else (1.0, 1.0)

@@ -136,7 +136,7 @@ class OneBitOptimizer(DeviceOptimizer):
         for group, param, momentum in members:
             momentum.lerp_(gradient_of(param), 1 - group["betas"][0])
 
-    def unit_of(self, group: Group) -> float:
+    def unit_of(self, group: Mapping[str, Any]) -> float:
         """What momenta of a group are multiplied by in an exchange: errors are kept in these units."""
         return 1.0
 

@@ -137,7 +137,7 @@ class ZeroOneAdam(OneBitOptimizer):
         for group, param in members:
             self._move(group, param)
 
-    def unit_of(self, group: Group) -> float:
+    def unit_of(self, group: Mapping[str, Any]) -> float:
         """By how much a momentum moves parameters, but for their variance; a momentum that does not is as it is."""
         return float(group["lr"] / corrections(group, self.steps + 1, 1)[0]) or 1.0
 

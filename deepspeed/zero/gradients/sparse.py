@@ -143,9 +143,7 @@ def _touched(grad: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(rows.unsqueeze(0), grad[rows], grad.shape, check_invariants=False, is_coalesced=True)
 
 
-def _gather(
-    grad: Tensor | None, param: nn.Parameter, group: Any, size: int, factor: float
-) -> tuple[Tensor, Tensor] | None:
+def _gather(grad: Tensor | None, param: Tensor, group: Any, size: int, factor: float) -> tuple[Tensor, Tensor] | None:
     """Every rank's (rows, values), one after the other in rank order; None if no rank has a gradient."""
     if grad is None:
         indices = torch.zeros(0, dtype=torch.long, device=param.device)

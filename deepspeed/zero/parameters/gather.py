@@ -129,7 +129,8 @@ class NodeHops:
             work = comm.all_gather_into_tensor(second, first, group=intra.group, async_op=True)
             if not self.side.device:
                 return GatheredRows(gathered, work, lambda: _by_node(second, gathered, axis))
-            work.wait()
+            if work is not None:
+                work.wait()
             _by_node(second, gathered, axis)
         return GatheredRows(gathered, EventWait(self.side.record()), lambda: None, (mine, first, second))
 
@@ -146,7 +147,7 @@ class GatheredRows:
     """What all ranks of an axis have, side by side, once it is waited for."""
 
     result: Tensor
-    work: WaitableWork
+    work: WaitableWork | None
     last: Callable[[], None] = lambda: None
     """What is left to do then."""
     kept: tuple[Tensor, ...] = ()
@@ -154,13 +155,14 @@ class GatheredRows:
 
     def wait(self) -> None:
         """See `WaitableWork`."""
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         self.last()
         self.kept = ()
 
     def is_completed(self) -> bool:
         """See `WaitableWork`."""
-        return self.work.is_completed()
+        return self.work is None or self.work.is_completed()
 
 
 def gather_rows(mine: Tensor, axis: AxisGroup, hops: NodeHops | None) -> GatheredRows:

@@ -20,8 +20,6 @@ from deepspeed.ops.precompile import launch
 
 SPAN, SPAN_WARPS = 4096, 4
 """Elements of a program, and its warps."""
-UNROLL = tl.constexpr(4)
-"""Rows whose codes are on their way at once."""
 ROUND = tl.constexpr(12582912.0)
 """What a float32 of few digits is added to, so that its last bits are the nearest integer, ties to even."""
 
@@ -245,7 +243,7 @@ def _decode_blocks(
     a, b, c, d = _lanes(payload_ptr, scale, to, group, q, KIND, BITS, LANES, FRACTION, BIAS)
     if SUM:
         a, b, c, d = a + 0.0, b + 0.0, c + 0.0, d + 0.0  # a negative zero is added to zero
-        for _ in tl.range(1, rows, loop_unroll_factor=UNROLL):
+        for _ in range(1, rows):
             payload_ptr += payload_stride
             scale_ptr += scale_stride
             scale = tl.load(scale_ptr + blocks, mask=blocks < count, other=0.0)[:, None]
@@ -430,7 +428,7 @@ def _signed(
     code = tl.load(payload_ptr + q, mask=q < group, other=0).to(tl.int32)
     value = _with_sign(scale, code, lane)
     if SUM:
-        for _ in tl.range(1, rows, loop_unroll_factor=UNROLL):
+        for _ in range(1, rows):
             payload_ptr += payload_stride
             scale_ptr += scale_stride
             scale = tl.load(scale_ptr)
