@@ -124,10 +124,12 @@ def attention_cases() -> Iterator[Case]:
 
 
 def row_tiles() -> tuple[Any, ...]:
-    """Shapes of programs for one row."""
+    """Shapes of programs for one row, and of those for several."""
     from deepspeed.ops.generate.kernels.row import RowTile
+    from deepspeed.ops.generate.kernels.streaming import ProductTile
 
-    return tuple(RowTile(*each) for each in itertools.product((4, 8, 16), (8, 16, 32), (2, 4, 8)))
+    rows = (RowTile(*each) for each in itertools.product((4, 8, 16), (8, 16, 32), (4,)))
+    return *rows, *(ProductTile(*each) for each in itertools.product((64, 128), (128,), (3, 4, 6), (4, 8)))
 
 
 def product_cases() -> Iterator[Case]:

@@ -225,12 +225,12 @@ def _update_lines(updates: Iterable[Update], copy: float) -> None:
 
 def _updates() -> Iterator[Update]:
     """Updates of an optimizer: fp32 masters, bf16 gradients in, bf16 weights out."""
-    from deepspeed.ops.adam.rule import ONE_PASS as ADAM
-    from deepspeed.ops.adam.rule import AdamRule
-    from deepspeed.ops.lamb.rule import ONE_PASS as LAMB
-    from deepspeed.ops.lamb.rule import LambRule
-    from deepspeed.ops.lion.rule import ONE_PASS as LION
-    from deepspeed.ops.lion.rule import LionRule
+    from deepspeed.ops.adam import ONE_PASS as ADAM
+    from deepspeed.ops.adam import AdamRule
+    from deepspeed.ops.lamb import ONE_PASS as LAMB
+    from deepspeed.ops.lamb import LambRule
+    from deepspeed.ops.lion import ONE_PASS as LION
+    from deepspeed.ops.lion import LionRule
     from deepspeed.ops.muon.momentum import Momenta, MomentumRule, apply_triton, directions_triton
     from deepspeed.ops.one_pass import Conditions
     from deepspeed.ops.optimizer import ParameterBatch
@@ -260,11 +260,11 @@ def _updates() -> Iterator[Update]:
 
 def _coded_updates() -> Iterator[Update]:
     """The same with moments in 8 bits."""
-    from deepspeed.ops.adam.rule import ONE_PASS as ADAM
-    from deepspeed.ops.adam.rule import AdamRule
+    from deepspeed.ops.adam import ONE_PASS as ADAM
+    from deepspeed.ops.adam import AdamRule
     from deepspeed.ops.blockwise import blocks
-    from deepspeed.ops.lion.rule import ONE_PASS as LION
-    from deepspeed.ops.lion.rule import LionRule
+    from deepspeed.ops.lion import ONE_PASS as LION
+    from deepspeed.ops.lion import LionRule
     from deepspeed.ops.optimizer import ParameterBatch
 
     params, grads, outs = _zeros(), _zeros(torch.bfloat16), _zeros(torch.bfloat16)

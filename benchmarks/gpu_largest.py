@@ -95,7 +95,7 @@ def plan(options: argparse.Namespace) -> None:
     from deepspeed.memory import Spread, plan_states, show
     from deepspeed.memory.budget import Widths
     from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.zero.memory_budget import state_width
+    from deepspeed.zero.offload import state_width
 
     with torch.device("meta"):
         model = LlamaForCausalLM(make_config(options.shape))

@@ -95,6 +95,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small shape, on the CPU too")
     parser.add_argument("--steps", type=int, default=13)
+    parser.add_argument("--base", choices=("int4", "bf16"), help="one of both alone")
     parser.add_argument("--sequence", type=int, help="tokens of a step; 4096, or 32 with --tiny")
     given = parser.parse_args(words)
     if not (given.tiny or torch.cuda.is_available()):
@@ -106,14 +107,18 @@ def main(words: Sequence[str] | None = None) -> int:
         store = f"file://{tempfile.mkdtemp()}/store"
         deepspeed.init_distributed(backend, init_method=store, rank=0, world_size=1, verbose=False)
     rates = {}
-    for quantised in (True, False):
-        found = measured(shape, quantised, given.steps, given.sequence or length, device)
-        rates[quantised] = found["tokens_per_s"]
-        print(json.dumps({key: round(each, 3) if isinstance(each, float) else each for key, each in found.items()}))
+    for base in (given.base,) if given.base else ("int4", "bf16"):
+        found = measured(shape, base == "int4", given.steps, given.sequence or length, device)
+        rates[base] = found["tokens_per_s"]
+        print(
+            json.dumps({key: round(each, 6) if isinstance(each, float) else each for key, each in found.items()}),
+            flush=True,
+        )
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    print(json.dumps({"int4_of_bf16": round(rates[True] / rates[False], 3)}), flush=True)
+    if len(rates) > 1:
+        print(json.dumps({"int4_of_bf16": round(rates["int4"] / rates["bf16"], 3)}))
     return 0
 
 

@@ -43,9 +43,11 @@ MEASURES = (
     Measure("loss", "loss", ""),
 )
 
-# shape → (worlds, contenders); "ours:3-block" has buckets of one decoder layer, "ours:3-zeropp" qwZ, hpZ and qgZ
+# shape → (worlds, contenders); "ours:3-block" has buckets of one decoder layer, "ours:3-compiled" compiled layers,
+# "ours:3-zeropp" qwZ, hpZ and qgZ
+SEVEN = ("ours:3", "ours:3-zeropp", "ours:3-block", "ours:3-compiled", "fsdp2", "deepspeed:3", "ours:2", "deepspeed:2")
 PLAN: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
-    "7b": ((64, 8), ("ours:3", "ours:3-zeropp", "ours:3-block", "fsdp2", "deepspeed:3", "ours:2", "deepspeed:2")),
+    "7b": ((64, 8), SEVEN),
     "1b": ((8,), ("ours:1", "ours:2", "ours:3", "fsdp2", "deepspeed:1", "deepspeed:3")),
     "tiny": (
         (8,),

@@ -90,9 +90,8 @@ def _repeat(outputs: list[Tensor], inputs: list[Tensor]) -> None:
     for output, part in zip(outputs, inputs, strict=True):
         if part.numel():
             rows = output.view(-1, part.numel())  # [ranks, part]
-            if rows.data_ptr() != part.data_ptr():  # else the part lies in the output already
-                rows[0].copy_(part.view(-1))
-            rows[1:].copy_(part.view(1, -1))
+            lies_there = rows.data_ptr() == part.data_ptr()
+            (rows[1:] if lies_there else rows).copy_(part.view(-1))
 
 
 def _take(outputs: list[Tensor], inputs: list[Tensor]) -> None:

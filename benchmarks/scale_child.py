@@ -130,6 +130,8 @@ def _engine(job: Job) -> Step:
             stack.callback(torch.set_default_dtype, torch.float32)
         model = _llama(job)
     engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)
+    if job.flavour.endswith("-compiled"):
+        engine.compile()
 
     def step(tokens: Any) -> Any:
         loss = engine(input_ids=tokens, labels=tokens).loss

@@ -1,4 +1,4 @@
-"""Train models that are larger than your GPUs, with one JSON file and no change to the model.
+"""Train and serve models that are larger than your GPUs, with one JSON file and no change to the model.
 
 This file is the API: what `__all__` names is public, everything else may move. Names are resolved on first use, so
 that `import deepspeed` costs little more than `import torch`.
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.dataloader import DeepSpeedDataLoader
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.tensor_parallel.model_init import set_autotp_mode, tp_model_init
-    from deepspeed.verify import replay
+    from deepspeed.verify.replay import replay
 
 # name → module, or module:attribute; imported when first asked for
 _LAZY = {

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from deepspeed.errors import UsageError
 from deepspeed.log import logger
-from deepspeed.ops.vendor_libraries import load_ahead
+from deepspeed.ops.precompile import load_ahead
 from deepspeed.runtime.destroyed import without_destroyed_engine
 
 if TYPE_CHECKING:

@@ -12,10 +12,9 @@ from pydantic import WithJsonSchema
 
 from deepspeed.config.explain import json_schema
 from deepspeed.config.features import IDLE, UNBUILT, unused_by_model
-from deepspeed.config.model import ConfigModel
+from deepspeed.config.model import ConfigModel, Key, keys_of
 from deepspeed.config.renamed import REMOVED, RENAMED
 from deepspeed.config.schema import Schema
-from deepspeed.config.schema_walk import Key, keys_of
 
 _JSON_TYPES = {"integer": "integer", "string": "text"}
 HERE = Path(__file__).resolve().parent

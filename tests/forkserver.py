@@ -29,8 +29,13 @@ GRACE = 2.0  # seconds that the other ranks get once one has failed
 PRELOAD = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo", "pytest", "hypothesis", "hjson")
 PRELOAD_OURS = (
     *("deepspeed._api", "deepspeed._assemble", "deepspeed.utils.groups", "deepspeed.zero.public.access"),
-    *("deepspeed.accelerator.cpu", "deepspeed.accelerator.cuda", "deepspeed.launcher.runner"),
+    *("deepspeed.accelerator.cpu", "deepspeed.accelerator.cuda", "deepspeed.accelerator.vendors"),
+    *("deepspeed.launcher.runner", "deepspeed.compile.passes.zero3_compile", "deepspeed.compile.passes.zero2_compile"),
+    *("deepspeed.compile.passes.prefetch", "deepspeed.compile.passes.selective_gather"),
 )
+
+# Loaded for the first test that compiles, and kept.
+COMPILER = ("torch._inductor.compile_fx", "torch._dynamo.backends.debugging")
 
 
 @dataclass
@@ -64,6 +69,8 @@ def serve(connection: Connection) -> None:
             job: Job = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        if job.compiles:
+            load(*COMPILER)
         connection.send_bytes(pickle.dumps(run(job)))
 
 
@@ -200,14 +207,27 @@ def find(job: Job) -> Any:
     return target
 
 
+def load(*names: str) -> None:
+    if any(name not in sys.modules for name in names):
+        for name in names:
+            importlib.import_module(name)
+        freeze()
+
+
+def freeze() -> None:
+    """No rank looks through a million objects that it did not make, nor copies their memory by doing so."""
+    gc.collect()
+    gc.freeze()
+
+
 def main(*further: str) -> None:
     """Load everything that ranks are to find loaded, then serve."""
-    for name in (*PRELOAD, *PRELOAD_OURS, *further):
-        importlib.import_module(name)
+    load(*PRELOAD, *PRELOAD_OURS, *further)
+    # What the first config of a process finds out about the schema.
+    sys.modules["deepspeed.config"].DeepSpeedConfig({"train_batch_size": 1}, world_size=1)
     sys.modules["torch"].set_num_threads(1)
     sys.modules["torch"].manual_seed(0)  # a process begins with a seed of its own: a test would fail once in a while
-    gc.collect()
-    gc.freeze()  # no rank looks through a million objects that it did not make, nor copies their memory by doing so
+    freeze()
     serve(Connection(int(sys.argv[1])))
     os._exit(0)  # at once: taking libraries apart lasts, and some complain of what was frozen
 

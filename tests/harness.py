@@ -36,6 +36,7 @@ class Job:
     world: int
     timeout: float
     init: bool
+    compiles: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,13 @@ class Server:
 SERVER = Server()
 
 
-def ranks(*sizes: int, timeout: float = 300, init: bool = True) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def ranks(
+    *sizes: int, timeout: float = 300, init: bool = True, compiles: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the test on that many ranks, once per given size.
 
-    With `init=False` no process group is made: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_SIZE are set and
+    With `compiles` the ranks are forked with torch's compiler loaded, which each of them would load for seconds. With
+    `init=False` no process group is made: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_SIZE are set and
     `store_path()` names a file that all ranks of the test share, fit for `init_method=f"file://{store_path()}"`.
     """
 
@@ -110,7 +114,7 @@ def ranks(*sizes: int, timeout: float = 300, init: bool = True) -> Callable[[Cal
             world = kwargs.pop("ranks_", sizes[0])
             file = inspect.getsourcefile(function)
             assert file is not None
-            job = Job(os.path.abspath(file), function.__qualname__, kwargs, world, timeout, init)
+            job = Job(os.path.abspath(file), function.__qualname__, kwargs, world, timeout, init, compiles)
             _judge(SERVER.run(job))
 
         signature = inspect.signature(function)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import random
 
+from deepspeed.config.model import walk
 from deepspeed.config.schema import Schema
-from deepspeed.config.schema_walk import walk
 
 VALID = [
     {"train_batch_size": 8},

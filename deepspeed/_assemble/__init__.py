@@ -60,7 +60,7 @@ from deepspeed.zero.agreement import digest
 from deepspeed.zero.birth.placement import rank_device
 from deepspeed.zero.build import StateBuilder
 from deepspeed.zero.interface import LiesOn, NormRanks, RankAgreement, Reshard, ShardAxes
-from deepspeed.zero.memory_budget import budget, parameters_leave
+from deepspeed.zero.offload import budget, parameters_leave
 
 __all__ = ["Request", "assemble"]
 
@@ -107,7 +107,7 @@ class _Assembly:
         give_patterns(self.schema.sparse_attention, self.module, whole=self.kind.whole)
         self.precision = Precision.from_config(self.schema, sequence_size=self.layout.sequence.size)
         quantise_named(self.module, self.schema.weight_quantization)
-        settle(self.module, self.precision.param, self.layout.tensor.size)
+        settle(self.module, self.precision.param, self.layout)
         self.split = self._split()
         self.local_rank, self.device = rank_device()
         self.precision.require_device()

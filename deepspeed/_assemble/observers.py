@@ -30,8 +30,7 @@ from deepspeed.log import log_dist, logger, print_dist
 from deepspeed.moe.statistics import RouterStatistics
 from deepspeed.monitor.event_file import EventFile
 from deepspeed.monitor.event_writer import EventSources, EventWriter
-from deepspeed.monitor.monitor import MonitorMaster
-from deepspeed.monitor.subscriber import MonitorSubscriber
+from deepspeed.monitor.monitor import MonitorMaster, MonitorSubscriber
 from deepspeed.pipe.layers import is_fake_world
 from deepspeed.profiling.common import StageGroup
 from deepspeed.profiling.memory import MemoryBreakdown, memory_now
@@ -67,7 +66,7 @@ def watch(parts: Parts, stack: ExitStack) -> None:
     stages = _stages(parts)
     profiles = comm.get_rank() == 0 or stages is not None
     if schema.flops_profiler.enabled and times is not None and profiles:
-        from deepspeed.profiling.flops_profiler.subscriber import StepProfile  # torch's formulas are slow to import
+        from deepspeed.profiling.flops_profiler.profiler import StepProfile  # torch's formulas are slow to import
 
         profile = StepProfile(parts.module, schema.flops_profiler, lambda: _facts(parts), stages)
         profile.attach(events, times)

@@ -92,7 +92,7 @@ def known_names() -> tuple[str, ...]:
 
 
 def _built_in(name: str) -> type[GenericAccelerator]:
-    module = name if name in ("cpu", "cuda", "mps") else "vendors"
+    module = name if name in ("cpu", "cuda") else "vendors"
     home: type[GenericAccelerator] = getattr(importlib.import_module(f"deepspeed.accelerator.{module}"), BUILT_IN[name])
     return home
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.autotuning.job import TunedJob
+from deepspeed.autotuning.scheduler import TunedJob
 from deepspeed.autotuning.space import Candidate, SearchSpace
 from deepspeed.autotuning.utils import read_json
 from deepspeed.errors import DeepSpeedError

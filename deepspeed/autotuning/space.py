@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.autotuning.job import TunedJob
+from deepspeed.autotuning.scheduler import TunedJob
 from deepspeed.autotuning.utils import get_val_by_key, with_values
 from deepspeed.config.autotuning import DeepSpeedAutotuningConfig
 from deepspeed.config.batch import MICRO, STEPS, TRAIN
+from deepspeed.config.model import walk
 from deepspeed.config.schema import Schema
-from deepspeed.config.schema_walk import walk
 from deepspeed.errors import DeepSpeedConfigError
 
 STAGE = "zero_optimization.stage"

@@ -14,15 +14,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from deepspeed.checkpoint.formats.adapters import state_of
 from deepspeed.checkpoint.formats.consolidate import DTYPES, scripts, weights_of, write_shards
 from deepspeed.checkpoint.formats.detect import find_tag, open_checkpoint
 from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.native import writer as native
-from deepspeed.checkpoint.formats.reshard import state_of
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.universal.convert import convert as to_universal
 from deepspeed.checkpoint.formats.zero_files import writer
-from deepspeed.checkpoint.formats.zero_files.class_stand_ins import with_classes
+from deepspeed.checkpoint.formats.zero_files.flat_writer import with_classes
 from deepspeed.checkpoint.storage import manifest
 from deepspeed.checkpoint.storage.commit import LATEST
 from deepspeed.checkpoint.storage.durable import gibibytes

@@ -202,6 +202,10 @@ def _all_gather(
     return _settle(works, unpack, async_op)
 
 
+def _all_gather_lines(outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup | None) -> WaitableWork:
+    return _real(group).allgather_into_tensor_coalesced(outputs, inputs)  # type: ignore[no-any-return]
+
+
 def _check_outputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], world: int) -> None:
     if len(outputs) != len(inputs):
         raise CommError(f"all_gather_coalesced got {len(outputs)} outputs for {len(inputs)} inputs. Give one each.")
@@ -215,6 +219,7 @@ def _check_outputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], world: i
 
 
 _ALL_GATHER = CommOperation("all_gather_coalesced", _all_gather)
+_ALL_GATHER_LINES = CommOperation("all_gather_coalesced", _all_gather_lines)
 
 
 def all_gather_coalesced(
@@ -226,6 +231,12 @@ def all_gather_coalesced(
     """Gather every rank's i-th input into the i-th output, concatenated by rank."""
     args = (output_tensors, input_tensors, group, async_op)
     return _run(_ALL_GATHER, args, input_tensors, group, async_op, (False, "all_gather_coalesced", None))
+
+
+def all_gather_lines(outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup | None) -> CollectiveWork | None:
+    """Begin the same for tensors of one dtype that are flat, over a backend of `BATCHING`; nothing is checked."""
+    log = (False, "all_gather_coalesced", None)
+    return _run(_ALL_GATHER_LINES, (outputs, inputs, group), inputs, group, True, log)
 
 
 # --- reduce-scatter -----------------------------------------------------------------------------------------------

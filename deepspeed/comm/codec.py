@@ -6,6 +6,7 @@ Sizes are known from the number of elements alone, so that a rank knows what com
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -15,6 +16,8 @@ from torch.nn.functional import pad
 from deepspeed.ops.codecs import rows as numbers
 from deepspeed.ops.codecs.formats import FORMATS
 
+Parts = tuple[tuple[int, int], ...]
+"""(where it begins in a row, how many numbers) of each."""
 _ALIGNED = 16  # bytes at which the parts of a message begin, so that kernels read them in wide words
 
 
@@ -96,6 +99,28 @@ class BlockCodec:
     def decode(self, message: Tensor, out: Tensor) -> Tensor:
         numbers.decode(self.form, self.block, *self.parts(_rows(message), out.shape[-1]), _rows(out))
         return out
+
+    def encode_parts(self, parts: Parts, values: Tensor, message: Tensor) -> None:
+        """As `encode` of each part of rows `[rows, n]`, with messages side by side in `[rows, bytes]`."""
+        numbers.encode_parts(self.form, self.block, self.places(parts), values, message)
+
+    def sum_parts(self, parts: Parts, messages: Tensor, out: Tensor) -> None:
+        """As `decode_sum` of each part, of `[rows, sums, bytes]` to `[sums, n]`; what lies between parts stays."""
+        numbers.sum_parts(self.form, self.block, self.places(parts), messages, out)
+
+    @lru_cache(512)  # noqa: B019 - codecs are few
+    def parts_bytes(self, parts: Parts) -> int:
+        """Bytes of the messages of parts."""
+        return sum(self.nbytes(length) for _, length in parts)
+
+    @lru_cache(512)  # noqa: B019 - codecs are few
+    def places(self, parts: Parts) -> numbers.Places:
+        """Where the codes and scales of parts lie in their message."""
+        found, at = [], 0
+        for start, length in parts:
+            found.append((start, length, at + _aligned(4 * self.scales(length), _ALIGNED), at))
+            at += self.nbytes(length)
+        return tuple(found)
 
     def decode_sum(self, messages: Tensor, out: Tensor) -> Tensor:
         """See `Codec`; of `[rows, sums, nbytes]` many sums to `[sums, n]`."""
@@ -191,9 +216,7 @@ class SignCodec:
             message = values.new_empty(*values.shape[:-1], self.nbytes(numel), dtype=torch.uint8)
         flat = _rows(values)
         payload, scales = self.parts(_rows(message), numel)
-        norm = torch.linalg.vector_norm(flat, dim=1, keepdim=True, dtype=torch.float32)
-        scales.copy_(norm / max(numel, 1) ** 0.5)
-        numbers.signs(flat, payload)
+        scales.copy_(numbers.signs(flat, payload) / max(numel, 1) ** 0.5)
         return message
 
     def decode(self, message: Tensor, out: Tensor) -> Tensor:

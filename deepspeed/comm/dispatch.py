@@ -22,8 +22,16 @@ from deepspeed.comm.discover import local_ranks
 from deepspeed.comm.failure import FAILURES, explain
 from deepspeed.comm.operations import CommOperation, switched_off
 from deepspeed.comm.pending import CollectiveWork
-from deepspeed.comm.records import CollectiveFinished, Entry, GroupRecord, OperationRecord, outline, read, size_of
-from deepspeed.comm.traffic import link_bytes
+from deepspeed.comm.records import (
+    CollectiveFinished,
+    Entry,
+    GroupRecord,
+    OperationRecord,
+    link_bytes,
+    outline,
+    read,
+    size_of,
+)
 from deepspeed.comm.watch import HangSettings, Watch
 from deepspeed.comm.watch.threads import Finder, title_of
 from deepspeed.comm.watch.verdict import NO_VERDICT

@@ -1,18 +1,24 @@
-"""What is kept of an operation: the raw ring entry, its readable record, and the event for listeners."""
+"""What is kept of an operation: the raw ring entry, its readable record, and the event for listeners.
+
+[Note: bytes over links] A collective is taken for a ring that visits one node after the other, as backends build it; an
+exchange sends each message straight to its rank. So n ranks on N nodes have N links of a ring between nodes, none if N
+is 1.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import mul
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed.comm.operations import CommOperation
-from deepspeed.comm.traffic import LinkBytes
 
 SHOWN = 8  # shapes kept of a list of tensors
 
@@ -116,10 +122,13 @@ def outline(message: object) -> tuple[Any, torch.dtype | None]:
     """Shape and dtype of what is not one tensor: a list of them, nothing, or something wrong."""
     if message is None:
         return None, None
-    if isinstance(message, Sequence) and all(isinstance(item, torch.Tensor) for item in message):
-        shapes = tuple(item.shape for item in message[:SHOWN])
-        dtype = message[0].dtype if message else None
-        return Several(shapes, len(message), sum(item.numel() for item in message)), dtype
+    if isinstance(message, Sequence):
+        try:
+            numel = sum(map(torch.Tensor.numel, message))
+        except TypeError:  # something in it is no tensor
+            return type(message).__name__, None
+        shapes = tuple([tensor.shape for tensor in message[:SHOWN]])
+        return Several(shapes, len(message), numel), message[0].dtype if message else None
     return type(message).__name__, None
 
 
@@ -174,3 +183,63 @@ def read(entry: Entry) -> OperationRecord:
         function=code.co_name,
         returned=sequence <= (group.returned_p2p if operation.p2p else group.returned),
     )
+
+
+class LinkBytes(NamedTuple):
+    """Bytes that one rank of a group sends, the mean over its ranks; as many come to it."""
+
+    within: float = 0.0
+    """To ranks of the same node."""
+    between: float = 0.0
+    """To ranks of other nodes; times the ranks of a node: into the node from outside."""
+
+    @property
+    def total(self) -> float:
+        """To any rank."""
+        return self.within + self.between
+
+
+_SHARDS = (  # the message is the shard of one rank
+    *("all_gather", "all_gather_into_tensor", "all_gather_coalesced"),
+    *("reduce_scatter", "reduce_scatter_tensor"),
+)
+_CUT = ("reduce_scatter_coalesced",)  # the message is cut into shards
+_REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "inference_all_reduce")
+_CHAINS = ("broadcast", "broadcast_coalesced", "reduce")
+_PARTS = ("all_to_all", "all_to_all_single", "gather", "scatter")  # of one rank or each for the others
+_WHOLE = ("gather_parts",)  # of each for each
+_MESSAGES = ("send", "recv", "isend", "irecv")
+
+
+def link_bytes(operation: str, size: int, ranks: Sequence[int], per_node: int) -> LinkBytes:
+    """Of an operation with a message of `size` bytes, as the dispatcher records it, among `ranks` of the world.
+
+    The ranks of a node are consecutive, `per_node` of them. For n ranks and a message of S bytes each link of the ring
+    carries (n − 1) S in a gather or reduce-scatter whose message is a shard, (n − 1)/n S if the message is cut, and
+    twice that in an all-reduce. A broadcast or reduce is the ring without its last link, with S on each. In an
+    all-to-all each pair of ranks exchanges S/n. Of a message both ranks count a half, and a batch of them is a ring
+    that sends half of it. What has no size that is known before, such as objects, counts nothing.
+    """
+    n = len(ranks)
+    if n < 2:
+        return LinkBytes()
+    # Without a call of Python for each rank, of which there may be thousands.
+    nodes = Counter(map(per_node.__rfloordiv__, ranks))
+    near = sum(map(mul, nodes.values(), nodes.values())) - n
+    crossing = len(nodes) if len(nodes) > 1 else 0
+    if operation in _PARTS or operation in _WHOLE:
+        each = size / n if operation in _PARTS else size
+        return LinkBytes(near * each / n, (n * (n - 1) - near) * each / n)
+    if operation in _CHAINS:
+        return LinkBytes((n - len(nodes)) * size / n, (len(nodes) - 1) * size / n)
+    if operation in _SHARDS:
+        carried: float = (n - 1) * size
+    elif operation in _CUT:
+        carried = (n - 1) * size / n
+    elif operation in _REDUCTIONS:
+        carried = 2 * (n - 1) * size / n
+    elif operation in _MESSAGES or operation == "batch_isend_irecv":
+        carried = size / 2
+    else:
+        return LinkBytes()
+    return LinkBytes((n - crossing) * carried / n, crossing * carried / n)

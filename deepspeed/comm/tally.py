@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from deepspeed.comm.dispatch import DEFAULT, Dispatcher
-from deepspeed.comm.records import CollectiveFinished, Entry, Several
-from deepspeed.comm.traffic import link_bytes
+from deepspeed.comm.records import CollectiveFinished, Entry, Several, link_bytes
 
 CAPACITY = 1 << 16
 

@@ -18,7 +18,7 @@ from torch import fx
 from torch._guards import TracingContext
 
 from deepspeed.compile.contracts import CompilePass
-from deepspeed.compile.graph import GraphParameter, PassLimits, StepGraph, recompute_from
+from deepspeed.compile.graph import GraphParameter, PassLimits, StepGraph, recompute_from, storages
 from deepspeed.errors import UsageError
 from deepspeed.log import log_dist, log_dist_once
 
@@ -41,6 +41,8 @@ class GraphFacts:
     """Parameters that stay whole until the step."""
     peak: int
     """Bytes of gathered parameters that are alive at once, at most."""
+    saved: int = 0
+    """Bytes of the device that wait for backward: those of the forward of the same captured graph."""
 
     def describe(self) -> str:
         """For messages."""
@@ -77,6 +79,12 @@ class CapturedGraph:
     places: dict[str, GraphParameter] = field(default_factory=dict)
     """By the name of the input, which is the same in all graphs that are made of this one."""
     kept: frozenset[int] = frozenset()
+    returned: int = 1 << 30
+    """How many outputs of forward are not saved for backward."""
+    away: set[str] = field(default_factory=set)
+    """Saved tensors that leave the device, by name."""
+    saved: int = 0
+    """Bytes of the others."""
     facts: list[GraphFacts] = field(default_factory=list)
     """Of its forward and its backward, once they are compiled."""
     seconds: float = 0.0
@@ -105,7 +113,7 @@ class CapturedGraph:
         host = self.host
         graph = StepGraph(
             module, backward, host.handle, parameters, trained if backward else {}, host.limits, self.kept,
-            self.owns_gradients, host.resident,
+            self.owns_gradients, host.resident, self.returned, self.away,
         )  # fmt: skip
         for each in self.passes:
             each.function(graph)
@@ -113,7 +121,9 @@ class CapturedGraph:
         for node in module.graph.nodes:
             node.meta.pop("mutation_region_id", None)  # what inductor noted before there were writes
         module.recompile()
-        facts = GraphFacts(self.number, backward, tuple(graph.operations()), self.kept, graph.peak())
+        if not backward:
+            self.saved = graph.saved_bytes()
+        facts = GraphFacts(self.number, backward, tuple(graph.operations()), self.kept, graph.peak(), self.saved)
         self.facts.append(facts)
         if self.log:
             log_dist(f"{facts.describe()}, after {', '.join(each.name for each in self.passes)}:\n{module.code}")
@@ -139,6 +149,7 @@ class CapturedGraph:
         facts: Any = None if context is None else context.fw_metadata
         if facts is None:
             return
+        self.returned = facts.num_forward
         for place, each in self.parameters.items():
             if each.sharded and facts.input_info[place].mutates_data:
                 raise UsageError(
@@ -168,8 +179,18 @@ def _inputs(graph: fx.Graph) -> list[fx.Node]:
 class GraphCompiler:
     """The backend of one engine; counts and keeps what it has captured."""
 
-    def __init__(self, host: GraphHost, backend: str, passes: Sequence[CompilePass], *, log: bool) -> None:
+    def __init__(
+        self,
+        host: GraphHost,
+        backend: str,
+        passes: Sequence[CompilePass],
+        *,
+        log: bool,
+        free_from: int | None = None,
+    ) -> None:
+        """Backward graphs that run as they are free inputs early where one has at least `free_from` bytes."""
         self._host, self._backend, self._passes, self._log = host, backend, passes, log
+        self._free_from = free_from
         self.captured: list[CapturedGraph] = []
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Any:
@@ -184,7 +205,7 @@ class GraphCompiler:
         self.captured.append(captured)
         self._tell(module, inputs, number)
         if eager:
-            return _uncompiled(captured, module, inputs)
+            return _uncompiled(captured, module, inputs, self._free_from)
         from deepspeed.compile.inductor import by_inductor
 
         return by_inductor(captured, module, inputs, options or {})
@@ -216,14 +237,24 @@ def _first_line(module: fx.GraphModule) -> str:
     return "an unknown line"
 
 
-def _uncompiled(captured: CapturedGraph, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+def _as_it_is(module: fx.GraphModule, free_from: int | None) -> Compiled:
+    """Run a graph as Python, or node by node, which frees each of its inputs after the last node that uses it."""
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    sizes = (nbytes for node in _inputs(module.graph) for nbytes in storages(node).values())
+    if free_from is None or max(sizes, default=0) < free_from:
+        return make_boxed_func(module.forward)
+    return fx.Interpreter(module).boxed_run
+
+
+def _uncompiled(captured: CapturedGraph, module: fx.GraphModule, inputs: Sequence[Any], free_from: int | None) -> Any:
     """The graphs as they are."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def compiles(backward: bool) -> CompileGraph:
-        return lambda graph, _: captured.compile(graph, backward, lambda: make_boxed_func(graph.forward))
+        limit = free_from if backward else None
+        return lambda graph, _: captured.compile(graph, backward, lambda: _as_it_is(graph, limit))
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         captured.prepare(joint.graph)

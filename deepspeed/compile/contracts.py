@@ -14,7 +14,10 @@ PassFunction = Callable[[StepGraph], None]
 ResidentChoice = Callable[[Iterable[GraphParameter], dict[int, int], PassLimits], None]
 """Adds to the bytes of parameters, by number, that stay whole."""
 
-_MODULES = ("zero1_compile", "zero2_compile", "zero3_compile", "prefetch", "selective_gather")
+_MODULES = (
+    "zero1_compile", "zero2_compile", "zero3_compile", "prefetch", "selective_gather", "offload_adam_states",
+    "offload_activation", "autotp_compile",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class CompilePass:
 
 def _built_in() -> dict[str, CompilePass]:
     modules = (importlib.import_module(f"deepspeed.compile.passes.{name}") for name in _MODULES)
-    return {found.name: found for found in (module.PASS for module in modules)}
+    found = (each for module in modules for each in vars(module).values() if isinstance(each, CompilePass))
+    return {each.name: each for each in found}
 
 
 @dataclass
@@ -93,11 +97,15 @@ class PassRegistry:
             )
         return CompilePass(getattr(given, "__name__", "a function"), given, PassContract())
 
-    def schedule(self, entries: Sequence[tuple[int, Sequence[Any]]], stage: int) -> PassSchedule:
-        """Check a schedule, [(step, [passes])], for a ZeRO stage."""
+    def schedule(
+        self, entries: Sequence[tuple[int, Sequence[Any]]], stage: int, always: Sequence[str] = ()
+    ) -> PassSchedule:
+        """Check a schedule, [(step, [passes])], for a ZeRO stage; passes that are `always` there, last, are added."""
         found: dict[int, tuple[CompilePass, ...]] = {}
         for step, passes in entries:
             chosen = tuple(map(self.find, passes))
+            provided = {name for each in chosen for name in each.contract.provides}
+            chosen += tuple(each for each in map(self.find, always) if not each.contract.provides & provided)
             require_order(step, chosen, stage)
             if step in found:
                 raise DeepSpeedConfigError(f"the schedule has step {step} twice; merge the entries", path="compile")

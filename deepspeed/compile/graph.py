@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from deepspeed.compile.operations import REDUCE, RELEASE, START, WAIT
+from deepspeed.compile.operations import ARRIVE, FETCH, LEAVE, REDUCE, RELEASE, ROOM, START, WAIT
 
 # Beyond the numbers that torch gives to regions of activation checkpointing: it keeps what one region gives the next.
 _REGION = 1 << 30
@@ -42,6 +44,8 @@ class PassLimits:
     """Of gathered parameters, beyond which none is gathered early."""
     resident: int
     """Of parameters that may stay whole for good."""
+    activation: int = 5 << 20
+    """From which a saved activation is worth its way to the host."""
 
 
 @dataclass(eq=False)
@@ -62,7 +66,13 @@ class StepGraph:
     """Nothing writes into a gradient's memory after its last use in the graph."""
     resident: dict[int, int] = field(default_factory=dict)
     """Bytes of the parameters, by number, that passes have chosen to stay whole; over all graphs of a model."""
+    returned: int = 0
+    """How many outputs of a forward graph leave it; the others are saved for backward."""
+    away: set[str] = field(default_factory=set)
+    """Names of saved tensors that leave the device; forward's graph says them to backward's."""
     _token: Node | None = None
+    _made: dict[Node, frozenset[Node]] = field(default_factory=dict)
+    """What `computed_from` gave `uses`."""
 
     @property
     def token(self) -> Node:
@@ -91,7 +101,7 @@ class StepGraph:
 
     def uses(self) -> dict[Node, list[Node]]:
         """For each parameter what reads it, in order, also through tensors that are computed from parameters alone."""
-        made = computed_from(self.module.graph.nodes, self.parameters)
+        made = self._made = computed_from(self.module.graph.nodes, self.parameters)
         found: dict[Node, list[Node]] = {node: [] for node in self.parameters}
         for node in self.module.graph.nodes:
             if node.op == "output":
@@ -110,11 +120,9 @@ class StepGraph:
 
     def release(self, place: Node, readers: Sequence[Node]) -> Node:
         """Let go of a parameter after the last of those that read it, when all of them have their results."""
-        last = readers[-1]
-        made = computed_from(self.module.graph.nodes, self.parameters)
+        made = self._made or computed_from(self.module.graph.nodes, self.parameters)
         results = list(dict.fromkeys(result for reader in readers if reader not in made for result in _results(reader)))
-        place_of = {node: place for place, node in enumerate(self.module.graph.nodes)}
-        last = max([last, *results], key=place_of.__getitem__)
+        last = max([readers[-1], *results])
         number = self.parameters[place].number
         return self._call(RELEASE, (place, self.token, self.handle, number, results), last.next)
 
@@ -125,6 +133,23 @@ class StepGraph:
         owned = self.owns_gradients and _is_exclusive(grad)
         return self._call(REDUCE, (grad, token, self.handle, parameter.number, owned), after.next)
 
+    def room(self, nbytes: int, *, after: Node, wait: bool = False) -> Node:
+        """Say what the graph holds once a tensor is there; see `deepspeed.compile.operations`."""
+        results = [] if after is self.token else [after]
+        return self._call(ROOM, (nbytes, self.token, self.handle, wait, results), after.next)
+
+    def leave(self, saved: Node, *, after: Node) -> Node:
+        """Let a saved tensor leave the device after the last node that uses it."""
+        return self._call(LEAVE, (saved, self.token, self.handle), after.next)
+
+    def fetch(self, saved: Node, *, before: Node) -> Node:
+        """Begin to bring a saved tensor back."""
+        return self._call(FETCH, (saved, self.token, self.handle), before)
+
+    def arrive(self, saved: Node, *, before: Node) -> Node:
+        """Have a saved tensor on the device before a node."""
+        return self._call(ARRIVE, (saved, self.token, self.handle), before)
+
     def _call(self, target: Any, args: tuple[Any, ...], before: Node) -> Node:
         token = self.token
         with self.module.graph.inserting_before(before):
@@ -132,6 +157,44 @@ class StepGraph:
         assert token.op == "call_function", "it stands behind the inputs, in front of all else"
         node.meta["val"] = None
         return node
+
+    def saved(self) -> dict[int, list[Node]]:
+        """By storage, what a forward graph made and saves for backward, without what it returns as well."""
+        outputs: Any = self.output.args[0]
+        kept = {key for node in (*self.inputs(), *_nodes(outputs[: self.returned])) for key in storages(node)}
+        found: dict[int, list[Node]] = {}
+        for node in _nodes(outputs[self.returned :]):
+            for key in storages(node):
+                if key not in kept and node not in found.setdefault(key, []):
+                    found[key].append(node)
+        return found
+
+    def saved_bytes(self) -> int:
+        """Bytes of the device that stay with what a forward graph saves."""
+        stay = (nodes[0] for nodes in self.saved().values() if nodes[0].name not in self.away)
+        return sum(sum(storages(node).values()) for node in stay)
+
+    def held(self) -> list[tuple[Node, int]]:
+        """After each node, the bytes that the graph still needs of what it made, or was given by forward."""
+        inputs = set(self.inputs())
+        others = {key for node in inputs if not self.backward or node in self.parameters for key in storages(node)}
+        nodes = list(self.module.graph.nodes)
+        sizes: dict[int, int] = {}
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for place, node in enumerate(nodes):
+            own = storages(node) if node.op != "output" else {}
+            for key, nbytes in own.items():
+                sizes[key] = nbytes
+                first.setdefault(key, place)
+            for key in (*own, *(key for source in node.all_input_nodes for key in storages(source))):
+                last[key] = place
+        changes = [0] * (len(nodes) + 1)
+        for key in sizes.keys() - others:
+            changes[first[key]] += sizes[key]
+            changes[last[key]] -= sizes[key] if nodes[last[key]].op != "output" or self.backward else 0
+        held = list(accumulate(changes))
+        return [(node, held[place]) for place, node in enumerate(nodes) if node not in inputs and node.op != "output"]
 
     def operations(self) -> list[tuple[str, tuple[int, ...]]]:
         """What ranks do together, in order: what all of them have to have alike."""
@@ -157,6 +220,21 @@ class StepGraph:
             elif node.target is RELEASE:
                 live.discard(node.args[3])
         return most
+
+
+def storages(node: Node) -> dict[int, int]:
+    """The memory of what a node returns, with its bytes; that of views is what they look at."""
+    found = {}
+    for value in tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            nbytes: Any = storage.nbytes()
+            found[storage._cdata] = nbytes if isinstance(nbytes, int) else int(nbytes.node.hint or 0)
+    return found
+
+
+def _nodes(values: Iterable[Any]) -> list[Node]:
+    return [each for each in values if isinstance(each, Node)]
 
 
 def computed_from(nodes: Iterable[Node], origins: Mapping[Node, Any]) -> dict[Node, frozenset[Node]]:

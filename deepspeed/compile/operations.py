@@ -33,6 +33,18 @@ class GraphRuntime(Protocol):
     def reduce(self, number: int, grad: Tensor) -> None:
         """A gradient is there, in memory that nothing else uses."""
 
+    def room(self, nbytes: int, *, wait: bool) -> None:
+        """This graph holds so many bytes, beside parameters: as many of what it does not use may be away."""
+
+    def leave(self, saved: Tensor) -> None:
+        """Forward has read a tensor for the last time that is saved for backward."""
+
+    def fetch(self, saved: Tensor) -> None:
+        """Backward needs it soon."""
+
+    def arrive(self, saved: Tensor) -> None:
+        """Backward reads it from now on."""
+
 
 RUNTIMES: dict[int, GraphRuntime] = {}
 """The engines whose graphs can run, by handle."""
@@ -66,6 +78,22 @@ def _reduce(grad: Tensor, token: Tensor, handle: int, number: int, owned: bool) 
     RUNTIMES[handle].reduce(number, grad if owned else grad.clone())
 
 
+def _room(nbytes: int, token: Tensor, handle: int, wait: bool, after: list[Tensor]) -> None:
+    RUNTIMES[handle].room(nbytes, wait=wait)
+
+
+def _leave(saved: Tensor, token: Tensor, handle: int) -> None:
+    RUNTIMES[handle].leave(saved)
+
+
+def _fetch(saved: Tensor, token: Tensor, handle: int) -> None:
+    RUNTIMES[handle].fetch(saved)
+
+
+def _arrive(saved: Tensor, token: Tensor, handle: int) -> None:
+    RUNTIMES[handle].arrive(saved)
+
+
 def _no_result(*_: Any) -> None:
     """What the operations return to who traces them."""
 
@@ -75,6 +103,10 @@ for _schema, _function in (
     ("wait(Tensor(a!) param, Tensor(b!) token, int handle, int number) -> ()", _wait),
     ("release(Tensor(a!) param, Tensor(b!) token, int handle, int number, Tensor[] readers) -> ()", _release),
     ("reduce(Tensor grad, Tensor(a!) token, int handle, int number, bool owned) -> ()", _reduce),
+    ("room(int nbytes, Tensor(a!) token, int handle, bool wait, Tensor[] after) -> ()", _room),
+    ("leave(Tensor(a!) saved, Tensor(b!) token, int handle) -> ()", _leave),
+    ("fetch(Tensor(a!) saved, Tensor(b!) token, int handle) -> ()", _fetch),
+    ("arrive(Tensor(a!) saved, Tensor(b!) token, int handle) -> ()", _arrive),
 ):
     _name = _LIBRARY.define(_schema)
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
@@ -84,3 +116,7 @@ START: Any = torch.ops.deepspeed_compile.start.default
 WAIT: Any = torch.ops.deepspeed_compile.wait.default
 RELEASE: Any = torch.ops.deepspeed_compile.release.default
 REDUCE: Any = torch.ops.deepspeed_compile.reduce.default
+ROOM: Any = torch.ops.deepspeed_compile.room.default
+LEAVE: Any = torch.ops.deepspeed_compile.leave.default
+FETCH: Any = torch.ops.deepspeed_compile.fetch.default
+ARRIVE: Any = torch.ops.deepspeed_compile.arrive.default

@@ -28,7 +28,7 @@ from deepspeed.compression.snip import MOMENTUM, BlockRemoval
 from deepspeed.compression.stored import require_rows
 from deepspeed.compression.utils import TopKBinarizer, kept_of, stand_in
 from deepspeed.errors import UsageError
-from deepspeed.ops.quantizer.groups import Reduce, in_steps, round_groups
+from deepspeed.ops.quantizer.quantizer import Reduce, in_steps, round_groups
 from deepspeed.parallel.regions import GroupMembers, Way, between, cut_of, enter, joined, leave, own, summed
 from deepspeed.transformers.replacement import whole_shape
 

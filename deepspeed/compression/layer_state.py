@@ -11,7 +11,7 @@ from deepspeed import comm
 from deepspeed.compression.snip import BlockRemoval
 from deepspeed.errors import UsageError
 from deepspeed.ops.codecs.rows import dither
-from deepspeed.ops.quantizer.groups import GroupCodes, Reduce, round_groups
+from deepspeed.ops.quantizer.quantizer import GroupCodes, Reduce, round_groups
 from deepspeed.parallel.regions import ParameterCut
 
 PRUNINGS = ("sparse_pruning", "row_pruning", "head_pruning", "channel_pruning")

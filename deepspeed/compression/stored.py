@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
 from deepspeed.ops.codecs.formats import pack, unpack
-from deepspeed.ops.quantizer.groups import GroupCodes
+from deepspeed.ops.quantizer.quantizer import GroupCodes
 from deepspeed.transformers.replacement import class_before
 
 __all__ = ["StoredWeight", "WeightGrid", "require_rows", "store"]

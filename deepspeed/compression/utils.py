@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import UsageError
-from deepspeed.ops.quantizer.groups import in_steps, round_groups
+from deepspeed.ops.quantizer.quantizer import in_steps, round_groups
 
 __all__ = [
     "AsymQuantizer",

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from deepspeed.config.deepspeed_config import data_parallel_ranks, implied_ranks
-from deepspeed.config.explain import ExplainedValue, batch_values, json_schema, rows
+from deepspeed.config.explain import ExplainedValue, batch_values, json_schema, readers_of, rows
 from deepspeed.config.features import keys_without_effect, unbuilt
 from deepspeed.config.load import Loaded, load
-from deepspeed.config.readers import readers_of
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from deepspeed.config.model import Key, Model, keys_of, places_of
 from deepspeed.config.renamed import REMOVED
-from deepspeed.config.schema_walk import Key, Model, keys_of, places_of
 
 # Keys that clients put in the config for themselves and that only look like ours.
 NOT_MISSPELLED = frozenset({"msamp"})

@@ -28,12 +28,8 @@ class CompileConfig(Section):
     )
     passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = key(
         None,
-        "Groups of passes; z1 and z3 change nothing, as the ZeRO stage decides.",
-        NotBuilt(
-            "AutoSP and AutoTP as passes",
-            lambda passes: bool({"autosp", "autotp"}.intersection(passes or ())),
-            instead="use sequence_parallel_size or tensor_parallel.autotp_size",
-        ),
+        "Groups of passes; they change nothing, as the ZeRO stage and tensor_parallel.autotp_size decide.",
+        NotBuilt("AutoSP as a pass", lambda passes: "autosp" in (passes or ()), instead="use sequence_parallel_size"),
     )
     debug_log: bool = key(False, "Whether the graphs are logged as the passes leave them.")
     sync_before_reduce: bool = key(False, "Whether the device is waited for before a gradient is handed over.")
@@ -51,7 +47,8 @@ class CompileConfig(Section):
         NotBuilt("compilation around AutoEP layers"),
     )
     free_activation: bool = key(
-        False, "Whether large activations are freed early.", NotBuilt("DeepCompile's early freeing of activations")
+        False,
+        "Whether the backend eager frees large activations after their last use in backward; inductor always does.",
     )
     free_activation_threshold: PositiveCount = key(
         10 << 20,
@@ -59,12 +56,7 @@ class CompileConfig(Section):
         NoEffect("compile.free_activation is off", lambda c: not c.compile.free_activation),
     )
     offload_activation: bool = key(
-        False,
-        "Whether saved activations wait in host memory.",
-        NotBuilt(
-            "DeepCompile's offload of activations",
-            instead="use activation_checkpointing.cpu_checkpointing, or turn it off",
-        ),
+        False, "Whether activations of 5 MiB and more that are saved for backward wait in host memory."
     )
     offload_activation_pin_memory: bool = key(
         True,
@@ -73,16 +65,10 @@ class CompileConfig(Section):
     )
     offload_opt_states: bool = key(
         False,
-        "Whether optimizer states wait in host memory during forward and backward.",
-        NotBuilt(
-            "DeepCompile's offload of optimizer states",
-            instead="use zero_optimization.offload_optimizer, or turn it off",
-        ),
+        "Whether optimizer states wait in host memory during forward and backward, as far as activations need room.",
     )
     offload_parameters: bool = key(
-        False,
-        "Whether parameters wait in host memory.",
-        NotBuilt("DeepCompile's offload of parameters", instead="use zero_optimization.offload_param, or turn it off"),
+        False, "Whether parameters wait in host memory, as by zero_optimization.offload_param."
     )
     symmetric_memory: bool = key(
         False, "Whether gathers use symmetric memory.", NotBuilt("symmetric memory under DeepCompile")

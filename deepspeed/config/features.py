@@ -7,14 +7,16 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.config.clean import ConfigProblem
 from deepspeed.config.explain import values_of
-from deepspeed.config.model import NoEffect, NotBuilt, Unbuilt, switches
+from deepspeed.config.model import Key, NoEffect, NotBuilt, Unbuilt, switches, walk
 from deepspeed.config.schema import Schema
-from deepspeed.config.schema_walk import Key, walk
 from deepspeed.errors import FeatureUnavailable
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,19 @@ class Feature:
     instead: str = "remove the key or turn it off"
     package: str = ""
     """The package of others that has it."""
+    plugins: str = ""
+    """The group of entry points in which a package may bring it."""
     conditional: bool = False
     """The key exists; it is only its combination with others that does not."""
+
+    @property
+    def plugin(self) -> EntryPoint | None:
+        """What an installed package brings for it."""
+        if not self.plugins:
+            return None
+        from importlib.metadata import entry_points  # slow to import, and seldom needed
+
+        return min(entry_points(group=self.plugins, name=self.path), key=lambda point: point.value, default=None)
 
     @property
     def problem(self) -> ConfigProblem:
@@ -36,11 +49,11 @@ class Feature:
         if not self.package:
             return ConfigProblem(self.path, f"{self.name}: not part of this version yet; {self.instead}")
         there = "is" if find_spec(self.package) is not None else "is not"
-        return ConfigProblem(
-            self.path,
-            f"{self.name}: part of the package {self.package}, which {there} installed here, and which this library "
-            f"does not call; {self.instead}",
-        )
+        why = "and which this library does not call"
+        if self.plugins:
+            why += f" (no package registers {self.path!r} as an entry point of {self.plugins})"
+        package = f"{self.name}: part of the package {self.package}, which {there} installed here, {why}"
+        return ConfigProblem(self.path, f"{package}; {self.instead}")
 
 
 def _marked(path: str, key: Key, mark: NotBuilt) -> Feature:
@@ -55,7 +68,7 @@ def _marked(path: str, key: Key, mark: NotBuilt) -> Feature:
         on = getattr(attrgetter(parent)(schema), "enabled", True) if parent else True
         return on and value != default
 
-    return Feature(path, mark.feature, asked, mark.instead, mark.package)
+    return Feature(path, mark.feature, asked, mark.instead, mark.package, mark.plugins)
 
 
 def _fuses_loss(schema: Schema) -> bool:
@@ -82,12 +95,6 @@ UNBUILT: tuple[Feature, ...] = (
         conditional=True,
     ),
     Feature(
-        "zero_optimization.mics_hierarchical_params_gather",
-        "gathers of MiCS in two steps",
-        lambda c: c.zero_optimization.mics_hierarchical_params_gather and c.zero_optimization.mics_shard_size > 0,
-        conditional=True,
-    ),
-    Feature(
         "expert_parallel",
         "spread experts together with divided sequences (tensor_parallel.sequence_parallel)",
         lambda c: c.expert_parallel.enabled and c.axis_sizes["tp"] > 1 and c.tensor_parallel.sequence_parallel,
@@ -99,7 +106,13 @@ UNBUILT: tuple[Feature, ...] = (
 
 def unbuilt(schema: Schema, features: tuple[Feature, ...] = UNBUILT) -> list[ConfigProblem]:
     """What this config asks for and this version does not have."""
-    return [feature.problem for feature in features if feature.asked(schema)]
+    return [feature.problem for feature in features if feature.asked(schema) and feature.plugin is None]
+
+
+def plugins(schema: Schema, group: str) -> list[tuple[str, EntryPoint]]:
+    """What installed packages bring for keys that this config gives, by the keys."""
+    asked = [feature for feature in UNBUILT if feature.plugins == group and feature.asked(schema)]
+    return [(each.path, found) for each in asked if (found := each.plugin) is not None]
 
 
 def missing_first(problems: list[ConfigProblem], data: Mapping[str, Any]) -> list[ConfigProblem]:
@@ -107,7 +120,8 @@ def missing_first(problems: list[ConfigProblem], data: Mapping[str, Any]) -> lis
 
     What is wrong inside of a section of a missing feature is left out.
     """
-    missing = [each for each in UNBUILT if not each.conditional and _turned_on(data, each.path)]
+    turned_on = [each for each in UNBUILT if not each.conditional and _turned_on(data, each.path)]
+    missing = [each for each in turned_on if each.plugin is None]
     inside = tuple(f"{each.path}{mark}" for each in missing for mark in ".:,")
     return [*(each.problem for each in missing), *(each for each in problems if not str(each).startswith(inside))]
 

@@ -15,9 +15,19 @@ from pydantic import BeforeValidator, ConfigDict, ValidationError, field_validat
 
 from deepspeed.config.clean import ConfigProblem, clean
 from deepspeed.config.memory import Bytes, MemoryConfig
-from deepspeed.config.model import ConfigModel, Lower, NoEffect, Patterns, PositiveCount, Section, key, no_effect
+from deepspeed.config.model import (
+    ConfigModel,
+    Lower,
+    NoEffect,
+    Patterns,
+    PositiveCount,
+    Section,
+    key,
+    keys_of,
+    no_effect,
+    walk,
+)
 from deepspeed.config.read import ConfigSource, read
-from deepspeed.config.schema_walk import keys_of, walk
 from deepspeed.config.zero import DeepSpeedZeroConfig, OffloadDeviceEnum
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import warn_once

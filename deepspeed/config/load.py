@@ -15,11 +15,10 @@ from deepspeed.config.batch import MICRO, STEPS, TRAIN
 from deepspeed.config.clean import ConfigProblem, Findings, clean
 from deepspeed.config.explain import values_of
 from deepspeed.config.features import UNBUILT, missing_first
-from deepspeed.config.model import from_text
+from deepspeed.config.model import Model, from_text, keys_of
 from deepspeed.config.optimizer import check_optimizer, check_scheduler
 from deepspeed.config.read import ConfigSource, RawConfig, read
 from deepspeed.config.schema import Schema
-from deepspeed.config.schema_walk import Model, keys_of
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError, FeatureUnavailable
 from deepspeed.log import get_dist_msg, warn_once
 
@@ -113,6 +112,7 @@ def load(source: ConfigSource | RawConfig, *, partial: bool = False) -> Loaded:
     working, _ = read(raw)
     moved, wrong = renamed.apply(working)
     found = clean(working, Schema)
+    _imply(found.data)
     problems = [ConfigProblem(path, text) for path, text in wrong] + found.problems
     problems += _check_params(found)
     if not partial:
@@ -137,6 +137,16 @@ def load(source: ConfigSource | RawConfig, *, partial: bool = False) -> Loaded:
         {move.new: move.old for move in moved},
         tuple(found.autos) if partial else (),
     )
+
+
+def _imply(data: dict[str, Any]) -> None:
+    """`compile.offload_parameters` is the offload of parameters that ZeRO stage 3 has."""
+    graphs, zero = data.get("compile"), data.get("zero_optimization")
+    if not isinstance(graphs, dict) or not isinstance(zero, dict):
+        return
+    asked = graphs.get("deepcompile") is True and graphs.get("offload_parameters") is True
+    if asked and zero.get("stage") == 3 and zero.get("offload_param") is None:
+        zero["offload_param"] = {"device": "cpu"}
 
 
 def _is_strict(found: Findings) -> bool:

@@ -307,18 +307,31 @@ def _deep_compile(config: Schema) -> Iterator[str]:
         "optimizer_in_backward.enabled": config.optimizer_in_backward.enabled,
         "expert_parallel.enabled": config.expert_parallel.enabled,
         "hybrid_engine.enabled": config.hybrid_engine.enabled,
-        "tensor_parallel.autotp_size": config.tensor_parallel.autotp_size > 1,
         "sequence_parallel_size": (config.sequence_parallel_size or 1) > 1,
         "sparse_gradients": config.sparse_gradients,
         "zero_optimization.zenflow": zero.zenflow is not None,
-        "zero_optimization.offload_param": zero.offloads_parameters,
         "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
         "zero_optimization.zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
         "memory.device": config.memory.device is not None,
+        "zero_optimization.offload_optimizer and compile.offload_opt_states": (
+            config.compile.offload_opt_states and zero.offloads_optimizer
+        ),
+        "tensor_parallel.tp_overlap_comm": config.tensor_parallel.tp_overlap_comm,
+        "tensor_parallel.sequence_parallel": config.tensor_parallel.sequence_parallel,
         "verify, which looks at gradients by hooks": config.verify.every is not None,
     }
     if found := _names(others):
         yield f"compile.deepcompile: does not work with {found}; give one of them"
+    if "autotp" in (config.compile.passes or ()) and config.tensor_parallel.autotp_size < 2:
+        yield (
+            f"compile.passes: autotp compiles layers that ranks share, but tensor_parallel.autotp_size is "
+            f"{config.tensor_parallel.autotp_size}; set it to 2 or more, or leave autotp out"
+        )
+    if config.compile.offload_parameters and not zero.offloads_parameters:
+        yield (
+            "compile.offload_parameters: only parameters that ranks share can wait in host memory; set "
+            "zero_optimization.stage to 3 and leave offload_param.device at cpu, or turn it off"
+        )
 
 
 _RULES = (

@@ -64,6 +64,8 @@ from .precision import (
 from .rules import violations
 from .zero import DeepSpeedZeroConfig
 
+CHECKPOINT_ENGINES = "deepspeed.checkpoint_engines"
+"""The group of entry points of classes that write checkpoints, each by the name of the config key that asks for it."""
 _IN_BACKGROUND = (
     "checkpoint.writer.decoupled saves in the background, and engine.checkpoint_engine takes an engine of your own"
 )
@@ -246,12 +248,12 @@ class Schema(ConfigModel):
     datastates_ckpt: ForeignOptions = key(
         None,
         "Options of the external DataStates checkpoint engine; false and null are off.",
-        NotBuilt("DataStates checkpoints", instead=_IN_BACKGROUND, package="datastates"),
+        NotBuilt("DataStates checkpoints", None, _IN_BACKGROUND, "datastates", CHECKPOINT_ENGINES),
     )
     nebula: Unbuilt = key(
         Unbuilt,
         "Checkpoints through Azure's Nebula.",
-        NotBuilt("Nebula checkpoints", instead=_IN_BACKGROUND, package="torch_nebula"),
+        NotBuilt("Nebula checkpoints", None, _IN_BACKGROUND, "torch_nebula", CHECKPOINT_ENGINES),
     )
 
     # Data

@@ -46,7 +46,7 @@ def _analyze(args: argparse.Namespace) -> None:
     if "seqlen" in args.metric:
         run("seqlen", lambda batch: torch.tensor([len(each) for each in batch]), SINGLE)
     if "vocabularyrarity" in args.metric:
-        size = 1 + max((int(each.max()) for each in dataset if len(each)), default=0)
+        size = 1 + max((int(each.max()) for each in dataset[:] if len(each)), default=0)
         run("vocabulary", lambda batch: torch.cat(batch).bincount(minlength=size), ACCUMULATED)
         counts = torch.from_numpy(
             np.array(MMapIndexedDataset(str(Path(args.save, "vocabulary", "vocabulary_metric_value")))[0], dtype=float)

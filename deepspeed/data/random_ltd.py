@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from deepspeed.config.data import RandomLTDConfig
-from deepspeed.data.ramp import Ramp
+from deepspeed.data.curriculum import Ramp
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.ops.random_ltd import GatherTokens, ScatterTokens, bert_sample_tokens, gpt_sample_tokens, token_gather
 

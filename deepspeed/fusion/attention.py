@@ -11,8 +11,9 @@ import ast
 import inspect
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from deepspeed.fusion.recompute import recomputed_input
 from deepspeed.ops.model.rotary import rotary, rotary_reference
 from deepspeed.ops.precompile import forward_and_backward
 from deepspeed.transformers.attention import MASKS
-from deepspeed.transformers.replacement import TOKENS, Refused, Swap, put_forward, put_whole
+from deepspeed.transformers.replacement import TOKENS, Refused, Swap, put_forward, put_whole, replacement
 from deepspeed.transformers.source import copied, exchanged, innermost, tree_of
 
 Mask = Callable[..., Any]
@@ -114,6 +115,20 @@ def _same(mask: Mask, config: Any) -> bool:
 _NAME = "apply_rotary_pos_emb"
 
 
+@dataclass(slots=True)
+class LateRotation:
+    """How one attention module rotates: at once, or later by the function that attends, which writes keys as well."""
+
+    how: Literal["at once", "noted", "later"] = "at once"
+    given: tuple[Tensor, ...] | None = None
+    """Query and key as they went on: rotated ones where rotations are noted, else with cos and sin."""
+
+
+def late_rotation(module: nn.Module) -> LateRotation | None:
+    """That of a module whose rotation was replaced."""
+    return getattr(replacement(module), "late", None)
+
+
 def find_rotation(module: nn.Module) -> Swap | Refused | None:
     """How the rotation in an attention module is replaced; None for modules without one."""
     forward = innermost(type(module))
@@ -124,10 +139,11 @@ def find_rotation(module: nn.Module) -> Swap | Refused | None:
     original = forward.__globals__.get(_NAME)
     if original is None or not _rotates(original):
         return Refused(f"{_NAME} of {forward.__module__} computes something else than the rotation of halves")
-    again = exchanged(type(module).forward, forward, copied(forward, {_NAME: partial(_rotate, original)}))
+    late = LateRotation()
+    again = exchanged(type(module).forward, forward, copied(forward, {_NAME: partial(_rotate, original, late)}))
     if again is None:
         return Refused(f"decorators of {type(module).__name__}.forward hide what they call")
-    put = partial(put_forward, module, _attention(again))
+    put = partial(put_forward, module, _attention(again, late))
     heads = _heads(module)
     return Swap("rotary", put, None if heads is None else partial(_scene, *heads))
 
@@ -158,20 +174,34 @@ def _rotates(original: Callable[..., Any]) -> bool:
     return alike(lambda: tuple(original(q, k, cos, sin)), rotary_reference(q, k, cos, sin))
 
 
-def _attention(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _attention(forward: Callable[..., Any], late: LateRotation) -> Callable[..., Any]:
     """The attention of one module, which does not keep an input that can be computed again."""
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
         with recomputed_input(args[0] if args else kwargs.get("hidden_states"), module):
             return forward(module, *args, **kwargs)
 
+    run.__dict__["late"] = late
     return run
 
 
 def _rotate(
-    original: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    late: LateRotation,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     if args or kwargs.get("unsqueeze_dim", 1) != 1 or set(kwargs) - {"unsqueeze_dim"}:
         result: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kwargs)
         return result
-    return rotary(q, k, cos, sin)
+    if late.how == "later":
+        late.given = q, k, cos, sin
+        return q, k
+    found = rotary(q, k, cos, sin)
+    if late.how == "noted":
+        late.given = found
+    return found

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
+from deepspeed.fusion.attention import LateRotation
 from deepspeed.generate.batch import Batch
 from deepspeed.generate.cache import CachedLayer, PagedCache
 from deepspeed.ops.generate.attention import AttentionOptions, paged_attention
-from deepspeed.ops.generate.pages import write_pages
+from deepspeed.ops.generate.pages import PageTarget, rotary_write, write_pages
 
 
 class PagedAttentionFunction:
@@ -23,14 +26,22 @@ class PagedAttentionFunction:
         self._cache: PagedCache | None = None
         self.sources: dict[int, int] = {}
         """Of each layer: the one whose keys and values it reads."""
+        self.late: dict[int, LateRotation] = {}
+        """Of layers whose queries and keys can be rotated here."""
 
-    def begin(self, batch: Batch, cache: PagedCache) -> None:
-        """The forward that follows computes this batch."""
+    @contextmanager
+    def running(self, batch: Batch, cache: PagedCache) -> Iterator[None]:
+        """The forward inside computes this batch."""
         self._batch, self._cache = batch, cache
-
-    def end(self) -> None:
-        """The forward is over."""
-        self._batch = self._cache = None
+        autocast = torch.is_autocast_enabled(cache.device.type)
+        try:
+            for each in self.late.values():
+                each.how = "at once" if autocast else "later"
+            yield
+        finally:
+            self._batch = self._cache = None
+            for each in self.late.values():
+                each.how, each.given = "at once", None
 
     def __call__(
         self,
@@ -55,16 +66,16 @@ class PagedAttentionFunction:
             kind = query.dtype if layer.key_scale is not None else layer.keys.dtype
             with torch.autocast(query.device.type, enabled=False):
                 return self(module, query.to(kind), key.to(kind), value.to(kind), attention_mask, scaling, **options)
+        rows = _rows(query)
         if self.sources[number] == number:
-            write_pages(
-                _rows(key),
-                _rows(value),
-                layer.keys,
-                layer.values,
-                batch.slots[layer.group],
-                key_scale=layer.key_scale,
-                value_scale=layer.value_scale,
-            )
+            target = PageTarget(layer.keys, layer.values, batch.slots[layer.group], layer.key_scale, layer.value_scale)
+            late = self.late.get(number)
+            if late is not None and late.given is not None:
+                (turned, _, cos, sin), late.given = late.given, None
+                assert turned is query, "a module that changes what it rotated rotates by itself"
+                rows = rotary_write(rows, _rows(key), _rows(value), cos[0], sin[0], target)
+            else:
+                write_pages(_rows(key), _rows(value), target)
         alone = self._deterministic and query.device.type == "cpu"
         how = AttentionOptions(
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -76,7 +87,7 @@ class PagedAttentionFunction:
             key_scale=layer.key_scale,
             value_scale=layer.value_scale,
         )
-        rows, table = _rows(query), batch.tables[layer.group]
+        table = batch.tables[layer.group]
         if alone:
             out = _one_by_one(how, rows, layer, table, batch)
         else:

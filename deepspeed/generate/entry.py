@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
+from deepspeed.fusion.attention import LateRotation, late_rotation
 from deepspeed.generate.attention import PagedAttentionFunction, layer_of
 from deepspeed.generate.batch import Batch
 from deepspeed.generate.cache import LayerShape, PagedCache, Scales
@@ -77,6 +78,8 @@ class _Seen:
     source: int
     """The layer whose keys and values it reads: itself, or one before."""
     largest: tuple[Tensor, Tensor] | None = None
+    late: LateRotation | None = None
+    """Where what is rotated comes to the attention function as it is."""
 
 
 class InterfaceEntry:
@@ -113,14 +116,10 @@ class InterfaceEntry:
 
     def logits(self, batch: Batch, ids: Tensor, cache: PagedCache) -> Tensor:
         keep = {"logits_to_keep": batch.wanted} if self._keeps else {}
-        self._function.begin(batch, cache)
-        try:
-            with self._attention(self._name):
-                out = self._model(
-                    input_ids=ids[None], position_ids=batch.positions[None], use_cache=False, return_dict=True, **keep
-                )
-        finally:
-            self._function.end()
+        with self._function.running(batch, cache), self._attention(self._name):
+            out = self._model(
+                input_ids=ids[None], position_ids=batch.positions[None], use_cache=False, return_dict=True, **keep
+            )
         logits: Tensor = out.logits[0]
         return logits if self._keeps else logits[batch.wanted]
 
@@ -133,11 +132,17 @@ class InterfaceEntry:
         config = self._model.config.get_text_config()  # type: ignore[union-attr,operator]
         count = _PROBE_TOKENS if eight_bits else 1
         ids = torch.arange(count, device=device) * 7919 % config.vocab_size
+        late = [found for each in self._model.modules() if (found := late_rotation(each)) is not None]
         try:
+            for each in late:
+                each.how = "noted"
             with self._attention(name), torch.no_grad():
                 self._model(input_ids=ids[None], position_ids=torch.arange(count, device=device)[None], use_cache=False)
         finally:
             undo()
+            for each in late:
+                each.how, each.given = "at once", None
+        self._function.late = {layer: found.late for layer, found in seen.items() if found.late is not None}
         own = [each for each in seen.values() if each.source == each.shape.layer]
         self.layers = tuple(sorted((each.shape for each in own), key=lambda shape: shape.layer))
         self._function.sources = {layer: found.source for layer, found in seen.items()}
@@ -176,6 +181,9 @@ def _prober(model: nn.Module, seen: dict[int, _Seen], *, measure: bool) -> Calla
         if source != layer and seen[source].shape.window != window:
             raise UsageError(f"{name} cannot be served: layers of unlike windows share keys")
         found = _Seen(LayerShape(layer, key.shape[1], key.shape[-1], value.shape[-1], window), key, source)
+        late = late_rotation(module)
+        if late is not None and late.given is not None and source == layer:
+            found.late = late if late.given[0] is query and late.given[1] is key else None
         if measure:
             found.largest = tuple(each[0].float().abs().amax((1, 2)) for each in (key, value))  # type: ignore[assignment]
         seen[layer] = found

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed.generate.batch import Batch
 from deepspeed.generate.cache import LayerShape, PagedCache
-from deepspeed.ops.generate.pages import write_pages
+from deepspeed.ops.generate.pages import PageTarget, write_pages
 
 Forward = Callable[[Tensor, Tensor, Tensor, "PaddedCache"], Tensor]
 """(ids, positions, mask, cache) → logits, of [rows, tokens]."""
@@ -80,7 +80,8 @@ class PaddedCache(_TransformersCache):
         """What a layer calls with [rows, heads, count, width]."""
         layer = self._cache.layer(layer_idx)
         rows = [each.transpose(1, 2).flatten(0, 1) for each in (key, value)]
-        write_pages(rows[0].to(layer.keys.dtype), rows[1].to(layer.values.dtype), layer.keys, layer.values, self._slots)
+        target = PageTarget(layer.keys, layer.values, self._slots)
+        write_pages(rows[0].to(layer.keys.dtype), rows[1].to(layer.values.dtype), target)
         pages = (each.flatten(0, 1) for each in (layer.keys, layer.values))
         keys, values = (each[self._read].transpose(1, 2).contiguous() for each in pages)  # some models view them
         return keys, values

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed.errors import FileError, UsageError
 from deepspeed.ops.aio.handle import aio_handle
-from deepspeed.ops.host_memory import bytes_of, copy_bytes
+from deepspeed.ops.native import bytes_of, copy_bytes
 
 __all__ = ["FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter"]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import FileError
 from deepspeed.io.fast_file_writer import FastFileWriter, FastFileWriterConfig
-from deepspeed.ops.aio.locked import locked_tensor
+from deepspeed.ops.aio.open_file import locked_tensor
 from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
 
 

@@ -20,8 +20,9 @@ from deepspeed.linear.optimized_linear import LoRAOptimizedLinear
 from deepspeed.linear.quantization import CodedWeight, coded
 from deepspeed.log import log_dist
 from deepspeed.memory.tier import ShareInTier, Tier
-from deepspeed.transformers.construct import ParameterConstruction
+from deepspeed.parallel import ParallelLayout
 from deepspeed.transformers.replacement import whole_shape
+from deepspeed.transformers.source import ParameterConstruction
 
 __all__ = ["Init", "init_lora"]
 
@@ -155,9 +156,10 @@ def place_weights(model: nn.Module) -> None:
                 layer.rest_in(tier)
 
 
-def settle(model: nn.Module, dtype: torch.dtype, tensor_ranks: int) -> None:
+def settle(model: nn.Module, dtype: torch.dtype, layout: ParallelLayout) -> None:
     """Before an engine takes the model: frozen weights that are no parameters get their tier and the dtype."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, (CodedWeight, LoRAOptimizedLinear))}
+    tensor_ranks, alike = layout.tensor.size, layout.samples.ranks
     if layers and tensor_ranks > 1:
         raise DeepSpeedConfigError(
             f"tensor_parallel.autotp_size: {len(layers)} layers of the model, {next(iter(layers))!r} the first, have "
@@ -171,6 +173,14 @@ def settle(model: nn.Module, dtype: torch.dtype, tensor_ranks: int) -> None:
             f"{len(waiting)} LoRA layers, {waiting[0]!r} the first, have no adapters yet: delay_lora_init is set. Call "
             "deepspeed.linear.init_lora(model) before deepspeed.initialize"
         )
+    for name, layer in layers.items():
+        axis = layer.axis if isinstance(layer, LoRAOptimizedLinear) else None
+        if axis is not None and not set(axis.ranks) <= set(alike):
+            raise UsageError(
+                f"LoRAConfig: base_weight_sharding is {axis.size}, so that the ranks {list(axis.ranks)} share the "
+                f"frozen weight of {name!r}, and {sorted(set(axis.ranks) & set(alike))} of these alone have this part "
+                "of the model. Use base_weight_sharding 1 in a pipeline"
+            )
     place_weights(model)
     for layer in layers.values():
         if isinstance(layer, LoRAOptimizedLinear):

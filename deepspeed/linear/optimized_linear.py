@@ -3,6 +3,7 @@
 [Note: shared weights] With one rank to a weight, it is a frozen parameter: ZeRO cuts and offloads it like any other, as
 codes if it is such. Shared by more ranks, or offloaded here, it is no parameter: this rank's part is an attribute that
 engines neither cut nor send, and that checkpoints leave out. Ranks that hold the same part begin with equal values.
+Checkpoints have a number that follows from the whole weight, so that adapters do not go on over another one.
 """
 
 from __future__ import annotations
@@ -118,6 +119,8 @@ class LoRAOptimizedLinear(nn.Module):
         self.axis: AxisGroup | None = None
         self.part: Tensor | None = None
         """What this rank holds of a weight that is no parameter: [Note: shared weights]."""
+        self.fingerprint = 0
+        """Of such a weight."""
 
     # ---- the frozen weight
 
@@ -181,6 +184,9 @@ class LoRAOptimizedLinear(nn.Module):
             comm.broadcast(part, src=replicas.ranks[0], group=replicas.group)
         self._parameters.pop("weight")
         self.part, self.axis, self.weight = part, axis, None
+        if type(self) is LoRAOptimizedLinear:
+            self.__class__ = _LoRAOverHeldWeight
+        self.fingerprint = _fingerprint(part, axis)
 
     @torch.no_grad()
     def rest_in(self, tier: Tier) -> None:
@@ -276,6 +282,41 @@ class LoRAOptimizedLinear(nn.Module):
         """Take this rank's part of another whole weight."""
         part = value.reshape(-1) if self.axis is None else value.reshape(self.axis.size, -1)[self.axis.rank]
         self.held.copy_(part if self.codes is None else self.codes.encode(part))
+        self.fingerprint = _fingerprint(self.held, self.axis)
+
+
+class _LoRAOverHeldWeight(LoRAOptimizedLinear):
+    """A layer whose weight is no parameter: [Note: shared weights]."""
+
+    def get_extra_state(self) -> int:
+        """Of the state dict: what tells frozen weights apart."""
+        return self.fingerprint
+
+    def set_extra_state(self, state: int) -> None:
+        """Refuse what was trained over another weight."""
+        if state != self.fingerprint:
+            raise UsageError(
+                f"a LoRA layer ({self.extra_repr()}): its frozen weight, which checkpoints leave out, is not the one "
+                "that the adapters in the checkpoint were trained with. Build the model from the same weights, with "
+                "the same quant_config and dtype; load_adapters takes adapters over any weight"
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if f"{prefix}_extra_state" in rest[2]:  # it may have come from a model with whole weights
+            rest[2].remove(f"{prefix}_extra_state")
+
+
+def _fingerprint(part: Tensor, axis: AxisGroup | None) -> int:
+    """A number that follows from what the ranks hold of a weight, wherever it lies; of bf16 where it is no codes."""
+    flat = (part if part.dtype is torch.uint8 else part.to(torch.bfloat16)).detach().contiguous().view(torch.uint8)
+    words = functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
+    first = 0 if axis is None else axis.rank * words.numel()
+    places = torch.arange(first + 1, first + 1 + words.numel(), device=words.device)
+    total = ((words ^ (words >> 29)) * (places * 0x9E3779B97F4A7C1 | 1)).sum()
+    if axis is not None:
+        comm.all_reduce(total, group=axis.group)
+    return int(total)
 
 
 def _sharing(size: int, numel: int) -> tuple[AxisGroup, AxisGroup]:

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from deepspeed.ops.grouped import Groups, grouped_linear
 from deepspeed.ops.model.gated import halves
-from deepspeed.ops.model.rows import takes
+from deepspeed.ops.model.linear import takes
 
 __all__ = ["Experts"]
 

@@ -14,7 +14,6 @@ from deepspeed.errors import LayoutError, UsageError
 from deepspeed.log import warn_once
 from deepspeed.moe.exchange import by_slots, combine, exchange, most_of_all, through_experts, to_rows
 from deepspeed.moe.experts import Experts
-from deepspeed.moe.mappings import parts_of, whole_of
 from deepspeed.moe.routing import (
     Routes,
     capacity_of,
@@ -34,13 +33,23 @@ from deepspeed.moe.routing import (
 from deepspeed.moe.stacked_experts import Listener
 from deepspeed.ops.grouped import Groups
 from deepspeed.ops.model.linear import wide_linear
+from deepspeed.parallel import AxisGroup
+from deepspeed.parallel.mpu import current_layout
+from deepspeed.parallel.regions import between, joined, own
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from deepspeed.parallel import AxisGroup
-
-__all__ = ["MOELayer", "TopKGate", "einsum", "top1gating", "top2gating", "topkgating"]
+__all__ = [
+    "MOELayer",
+    "TopKGate",
+    "drop_tokens",
+    "einsum",
+    "gather_tokens",
+    "top1gating",
+    "top2gating",
+    "topkgating",
+]
 
 M = TypeVar("M", bound=nn.Module)
 _JITTER = 0.99, 1.01  # factors of the input of a gate
@@ -258,3 +267,35 @@ def _copy(module: M, memo: dict[int, Any], *shared: Any) -> M:
     memo[id(module)] = made
     made.__dict__.update(copy.deepcopy(module.__getstate__(), memo))  # type: ignore[no-untyped-call]
     return made
+
+
+def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
+    """This tensor-parallel rank's part of a tensor along a dim; gradients come from all of them."""
+    axis = _tensor_axis()
+    return input_ if axis is None else parts_of(input_, dim, axis)
+
+
+def gather_tokens(input_: Tensor, dim: int = 0) -> Tensor:
+    """The parts of all tensor-parallel ranks along a dim; the gradient is this rank's part."""
+    axis = _tensor_axis()
+    return input_ if axis is None else whole_of(input_, dim, axis)
+
+
+def parts_of(values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
+    """This rank's part along a dim; backward puts the parts of all ranks together."""
+    if values.shape[dim] % axis.size:
+        raise UsageError(
+            f"dim {dim} of a tensor of shape {tuple(values.shape)} cannot be cut into {axis.size} equal parts, one for "
+            "each tensor-parallel rank; pad it to a multiple"
+        )
+    return between(values, axis, [values.shape[dim] // axis.size] * axis.size, dim, (own, joined))
+
+
+def whole_of(values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
+    """The parts of all ranks along a dim; backward takes this rank's part."""
+    return between(values, axis, [values.shape[dim]] * axis.size, dim, (joined, own))
+
+
+def _tensor_axis() -> AxisGroup | None:
+    axis = current_layout.get().tensor if current_layout.is_known else None
+    return axis if axis is not None and axis.size > 1 else None

@@ -24,7 +24,7 @@ from deepspeed.moe.exchange import exchange, exchange_counts, through_experts
 from deepspeed.moe.routing import count_of
 from deepspeed.ops.grouped import Groups, grouped_linear
 from deepspeed.ops.model.gated import ACTIVATIONS, halves, halves_reference
-from deepspeed.ops.model.rows import takes
+from deepspeed.ops.model.linear import takes
 from deepspeed.parallel import AxisGroup, ExpertGroups
 from deepspeed.parallel.regions import ParameterCut, Way, between, enter, joined, leave, own
 from deepspeed.transformers.replacement import class_before

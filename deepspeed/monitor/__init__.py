@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.monitor.monitor import Monitor, MonitorMaster
-from deepspeed.monitor.subscriber import MonitorSubscriber
+from deepspeed.monitor.monitor import Monitor, MonitorMaster, MonitorSubscriber
 
 __all__ = ["Monitor", "MonitorMaster", "MonitorSubscriber"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.errors import UsageError
-from deepspeed.ops.model.rows import takes
+from deepspeed.ops.model.linear import takes
 from deepspeed.ops.registry import by_triton, op, reference
 
 __all__ = ["DS4Sci_EvoformerAttention"]

@@ -26,7 +26,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed.errors import OpUnavailable
+import numpy as np
+from torch import Tensor
+
+from deepspeed.errors import OpUnavailable, UsageError
 from deepspeed.ops.capability import cxx_compiler, has_cxx_compiler
 
 _TIMEOUT_S = 300.0
@@ -231,3 +234,17 @@ def _tidy(place: Path) -> None:
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _STALE_S:
                 left.unlink()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the host, to read or to write; valid while the tensor lives."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise UsageError(f"a contiguous tensor of the host was expected, not {tensor.device} and {tensor.stride()}")
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """As an assignment between buffers of one size, but other threads run meanwhile."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

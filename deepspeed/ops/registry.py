@@ -38,12 +38,12 @@ F = TypeVar("F", bound=Kernel)
 # The modules whose import registers the library's own operations.
 _FAMILIES = (
     "deepspeed.ops.multi_tensor",
-    "deepspeed.ops.adam.rule",
-    "deepspeed.ops.lion.rule",
-    "deepspeed.ops.lamb.rule",
-    "deepspeed.ops.adagrad.rule",
+    "deepspeed.ops.adam",
+    "deepspeed.ops.lion",
+    "deepspeed.ops.lamb",
+    "deepspeed.ops.adagrad",
     "deepspeed.ops.muon.momentum",
-    "deepspeed.ops.muon.newton_schulz",
+    "deepspeed.ops.muon.muon",
     "deepspeed.ops.grouped",
     "deepspeed.ops.model.norm",
     "deepspeed.ops.model.gated",

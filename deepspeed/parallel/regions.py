@@ -9,13 +9,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from deepspeed import comm
 from deepspeed.fragments import DimSplit
@@ -61,8 +63,16 @@ Way = Callable[[Tensor, RankGroup, Sequence[int], int], Tensor]
 """(tensor, ranks, sizes of their parts, dim) → tensor: `joined`, `own` or `summed_part`."""
 
 
+def _captured(tensor: Tensor, axis: RankGroup, way: str, sizes: Sequence[int] = (), dim: int = 0) -> Tensor:
+    """The same as an operation of a graph, which names the ranks by their group."""
+    found: Tensor = torch.ops.deepspeed_regions.wire(tensor, axis.group.group_name, way, list(sizes), dim)
+    return found
+
+
 def summed(tensor: Tensor, axis: RankGroup) -> Tensor:
     """The sum over ranks, in memory of its own."""
+    if torch.compiler.is_compiling():
+        return _captured(tensor, axis, "summed")
     result = tensor.contiguous()
     result = result.clone() if result.data_ptr() == tensor.data_ptr() else result
     comm.all_reduce(result, group=axis.group)
@@ -71,6 +81,8 @@ def summed(tensor: Tensor, axis: RankGroup) -> Tensor:
 
 def joined(part: Tensor, axis: RankGroup, sizes: Sequence[int], dim: int) -> Tensor:
     """All ranks' parts along a dim; parts may be of unequal sizes, which all ranks know."""
+    if torch.compiler.is_compiling():
+        return _captured(part, axis, "joined", sizes, dim)
     longest, given = max(sizes), part.contiguous()
     if min(sizes) < longest:
         given = part.new_zeros((*part.shape[:dim], longest, *part.shape[dim + 1 :]))
@@ -83,6 +95,8 @@ def joined(part: Tensor, axis: RankGroup, sizes: Sequence[int], dim: int) -> Ten
 
 def summed_part(whole: Tensor, axis: RankGroup, sizes: Sequence[int], dim: int) -> Tensor:
     """This rank's part along a dim of the sum over ranks."""
+    if torch.compiler.is_compiling():
+        return _captured(whole, axis, "summed_part", sizes, dim)
     longest = max(sizes)
     stacked = whole.new_zeros((len(sizes), *whole.shape[:dim], longest, *whole.shape[dim + 1 :]))
     for place, piece in enumerate(whole.split(list(sizes), dim)):
@@ -95,6 +109,44 @@ def summed_part(whole: Tensor, axis: RankGroup, sizes: Sequence[int], dim: int) 
 def own(whole: Tensor, axis: RankGroup, sizes: Sequence[int], dim: int) -> Tensor:
     """This rank's part along a dim."""
     return whole.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).contiguous()
+
+
+def highest(tensor: Tensor, axis: RankGroup) -> Tensor:
+    """The largest of each element over ranks."""
+    if torch.compiler.is_compiling():
+        return _captured(tensor, axis, "highest")
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    comm.all_reduce(result, op=comm.ReduceOp.MAX, group=axis.group)
+    return result
+
+
+_WAYS: Mapping[str, Way] = MappingProxyType(
+    {
+        "summed": lambda tensor, axis, sizes, dim: summed(tensor, axis),
+        "highest": lambda tensor, axis, sizes, dim: highest(tensor, axis),
+        "joined": joined,
+        "summed_part": summed_part,
+    }
+)
+
+
+def _wire(tensor: Tensor, group: str, way: str, sizes: list[int], dim: int) -> Tensor:
+    return _WAYS[way](tensor, GroupMembers(_resolve_process_group(group)), sizes, dim)
+
+
+def _shaped(tensor: Tensor, group: str, way: str, sizes: list[int], dim: int) -> Tensor:
+    shape = list(tensor.shape)
+    if way == "joined":
+        shape[dim] = sum(sizes)
+    elif way == "summed_part":
+        shape[dim] = sizes[_resolve_process_group(group).rank()]
+    return tensor.new_empty(shape)
+
+
+_LIBRARY = library.Library("deepspeed_regions", "DEF")
+_LIBRARY.define("wire(Tensor tensor, str group, str way, int[] sizes, int dim) -> Tensor")
+_LIBRARY.impl("wire", _wire, "CompositeExplicitAutograd")
+library.register_fake("deepspeed_regions::wire", _shaped, lib=_LIBRARY)
 
 
 class _Enter(torch.autograd.Function):
@@ -142,7 +194,7 @@ def leave(tensor: Tensor, axis: RankGroup, *, fresh: bool = False) -> Tensor:
 
     A `fresh` tensor is read nowhere else: where no gradients are wanted, it becomes the sum in its own memory.
     """
-    if fresh and not torch.is_grad_enabled() and tensor.is_contiguous():
+    if fresh and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and tensor.is_contiguous():
         comm.all_reduce(tensor, group=axis.group)
         return tensor
     return _Leave.apply(tensor, axis)  # type: ignore[no-any-return,no-untyped-call]
@@ -178,17 +230,17 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, start: int, group: Any, ignore: int) -> Tensor:
         stop = start + logits.shape[-1]
-        highest = logits.max(dim=-1).values
+        most = logits.max(dim=-1).values
         if group is not None:
-            comm.all_reduce(highest, op=comm.ReduceOp.MAX, group=group)
-        shifted = logits - highest.unsqueeze(-1)
+            most = highest(most, GroupMembers(group))
+        shifted = logits - most.unsqueeze(-1)
         foreign = (target < start) | (target >= stop)
         place = (target - start).masked_fill(foreign, 0)
         found = shifted.gather(-1, place.unsqueeze(-1)).squeeze(-1)
         exps = shifted.exp_()
         sums = torch.stack([exps.sum(-1), found.masked_fill(foreign, 0)])  # [2, tokens]
         if group is not None:
-            comm.all_reduce(sums, group=group)
+            sums = summed(sums, GroupMembers(group))
         ignored = target == ignore
         ctx.save_for_backward(exps.div_(sums[0].unsqueeze(-1)), place, foreign | ignored, ignored)
         return (sums[0].log() - sums[1]).masked_fill(ignored, 0)

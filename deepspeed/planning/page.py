@@ -12,6 +12,7 @@ from deepspeed.planning.trace import KINDS, MemoryMoment
 _COLOURS = (
     "#3b76c4",
     "#7fb0e8",
+    "#2a4f80",
     "#d9622b",
     "#8d5bb5",
     "#b99bd6",

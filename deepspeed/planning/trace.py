@@ -30,8 +30,7 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu import CPU_Accelerator
 from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.groups import FAKE_PLAYS
-from deepspeed.comm.records import Entry, read
-from deepspeed.comm.traffic import LinkBytes, link_bytes
+from deepspeed.comm.records import Entry, LinkBytes, link_bytes, read
 from deepspeed.config import load
 from deepspeed.config.batch import MICRO, TRAIN
 from deepspeed.config.read import read as read_config
@@ -45,7 +44,7 @@ from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule.actions import Schedule
 from deepspeed.pipe.schedule.simulate import simulate
-from deepspeed.planning.examples import Example, ExampleBatch, example_of
+from deepspeed.planning.sources import Example, ExampleBatch, example_of
 from deepspeed.planning.untouched import UntouchedMemory
 from deepspeed.profiling.common import tensors_of
 from deepspeed.profiling.flops_profiler.count import work_of
@@ -68,7 +67,7 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 BUCKETS, LOGITS, WORKSPACE = "buckets", "logits", "workspace"
 _POINTS = 400  # of the curve of a step
 KINDS = (
-    *("parameters", GATHERED, "gradients", "masters", "moments", "buffers of the model"),
+    *("parameters", GATHERED, "copies of neighbours", "gradients", "masters", "moments", "buffers of the model"),
     *(BUCKETS, ACTIVATIONS, LOGITS, WORKSPACE),
 )
 """Of memory on the device, in the order in which they are shown."""

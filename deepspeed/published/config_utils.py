@@ -71,7 +71,7 @@ class DeepSpeedConfigObject:
 
 
 class DeepSpeedNebulaConfig(DeepSpeedConfigObject):
-    """The section `nebula` of a config dict, for scripts that read it; an engine refuses it where it is enabled."""
+    """The section `nebula` of a config dict, for scripts that read it."""
 
     def __init__(self, param_dict: Mapping[str, Any]) -> None:
         section: Mapping[str, Any] = param_dict.get("nebula") or {}

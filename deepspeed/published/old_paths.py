@@ -9,7 +9,7 @@ MOVED: dict[str, str] = {
     "deepspeed.accelerator.cuda_accelerator": "deepspeed.accelerator.cuda",
     "deepspeed.accelerator.hpu_accelerator": "deepspeed.accelerator.vendors",
     "deepspeed.accelerator.mlu_accelerator": "deepspeed.accelerator.vendors",
-    "deepspeed.accelerator.mps_accelerator": "deepspeed.accelerator.mps",
+    "deepspeed.accelerator.mps_accelerator": "deepspeed.accelerator.vendors",
     "deepspeed.accelerator.npu_accelerator": "deepspeed.accelerator.vendors",
     "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator",
     "deepspeed.accelerator.sdaa_accelerator": "deepspeed.accelerator.vendors",
@@ -28,10 +28,17 @@ MOVED: dict[str, str] = {
     "deepspeed.inference.v2.scheduling_utils": "deepspeed.inference.v2.engine_v2",
     "deepspeed.io.mock_file_writer": "deepspeed.io.fast_file_writer",
     "deepspeed.io.py_file_writer": "deepspeed.io.fast_file_writer",
+    "deepspeed.moe.mappings": "deepspeed.moe.sharded_moe",
     "deepspeed.monitor.csv_monitor": "deepspeed.monitor.monitor",
     "deepspeed.monitor.tensorboard": "deepspeed.monitor.monitor",
     "deepspeed.monitor.wandb": "deepspeed.monitor.monitor",
+    "deepspeed.ops.adagrad.cpu_adagrad": "deepspeed.ops.adagrad",
+    "deepspeed.ops.adam.cpu_adam": "deepspeed.ops.adam",
+    "deepspeed.ops.adam.fused_adam": "deepspeed.ops.adam",
     "deepspeed.ops.deepspeed4science": "deepspeed.ops.evoformer",
+    "deepspeed.ops.lamb.fused_lamb": "deepspeed.ops.lamb",
+    "deepspeed.ops.lion.cpu_lion": "deepspeed.ops.lion",
+    "deepspeed.ops.lion.fused_lion": "deepspeed.ops.lion",
     "deepspeed.ops.random_ltd.dropping_utils": "deepspeed.ops.random_ltd",
     "deepspeed.ops.sparse_attention.bert_sparse_self_attention": "deepspeed.transformers.sparse_attention",
     "deepspeed.ops.sparse_attention.matmul": "deepspeed.ops.sparse_attention.blocks",
@@ -61,7 +68,7 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.pipe.module": "deepspeed.pipe.module",
     "deepspeed.runtime.pipe.schedule": "deepspeed.pipe.schedule.views",
     "deepspeed.runtime.pipe.topology": "deepspeed.parallel.topology",
-    "deepspeed.runtime.progressive_layer_drop": "deepspeed.data.layer_drop",
+    "deepspeed.runtime.progressive_layer_drop": "deepspeed.data.pacing",
     "deepspeed.runtime.rollout.base": "deepspeed.hybrid.rollout",
     "deepspeed.runtime.rollout.hybrid_engine_rollout": "deepspeed.hybrid.rollout",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepspeed.sequence.parallel_state",
@@ -78,7 +85,6 @@ MOVED: dict[str, str] = {
     "deepspeed.utils.init_on_device": "deepspeed.published.init_on_device",
     "deepspeed.utils.logging": "deepspeed.log",
     "deepspeed.utils.nvtx": "deepspeed.accelerator.nvtx",
-    "deepspeed.utils.torch": "deepspeed.accelerator.torch_version",
     "deepspeed.utils.z3_leaf_module": "deepspeed.zero.public.leaf",
 }
 
@@ -104,10 +110,6 @@ SPLIT: dict[str, dict[str, str]] = {
         "DeepSpeedCheckpoint": "deepspeed.checkpoint",
     },
     "deepspeed.comm.config": {"CommsLoggerConfig": "deepspeed.config.monitor"},
-    "deepspeed.comm.constants": names_at(
-        "deepspeed.published.constants",
-        "CCL_BACKEND GLOO_BACKEND MPI_BACKEND NCCL_BACKEND",
-    ),
     "deepspeed.comm.torch": {
         "TorchBackend": "deepspeed.published.torch_backend",
         "has_all_reduce_coalesced": "deepspeed.comm",
@@ -121,13 +123,6 @@ SPLIT: dict[str, dict[str, str]] = {
         **names_at("deepspeed.errors", "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize"),
         "ElasticityConfig": "deepspeed.config.elasticity",
     },
-    "deepspeed.elasticity.constants": names_at(
-        "deepspeed.published.constants",
-        "DEEPSPEED_ELASTICITY_CONFIG ELASTICITY ENABLED IGNORE_NON_ELASTIC_BATCH_INFO LATEST_ELASTICITY_VERSION "
-        "MAX_ACCEPTABLE_BATCH_SIZE MAX_GPUS MICRO_BATCHES MINIMUM_DEEPSPEED_VERSION MIN_GPUS MIN_TIME "
-        "MODEL_PARALLEL_SIZE NUM_GPUS_PER_NODE PREFER_LARGER_BATCH VERSION",
-    ),
-    "deepspeed.elasticity.utils": {"is_torch_elastic_compatible": "deepspeed.published.runtime_names"},
     "deepspeed.inference.quantization": {
         "_init_group_wise_weight_quantization": "deepspeed.inference.group_quantization",
     },
@@ -160,10 +155,6 @@ SPLIT: dict[str, dict[str, str]] = {
         **names_at("deepspeed.inference.v2.ragged_cache", "KVCacheConfig KVCacheType"),
         "MemoryConfig": "deepspeed.config.inference:CacheMemoryConfig",
     },
-    "deepspeed.launcher.constants": names_at(
-        "deepspeed.published.constants",
-        "IMPI_LAUNCHER MPICH_LAUNCHER MVAPICH_LAUNCHER OPENMPI_LAUNCHER PDSH_LAUNCHER PDSH_MAX_FAN_OUT SLURM_LAUNCHER",
-    ),
     "deepspeed.model_implementations": {"DeepSpeedTransformerInference": "deepspeed.inference.modules"},
     "deepspeed.module_inject": {
         "replace_transformer_layer": "deepspeed.inference.modules",
@@ -241,7 +232,6 @@ SPLIT: dict[str, dict[str, str]] = {
         "PartitionedTensor": "deepspeed.parallel.partitioned_tensor",
         "partition_balanced": "deepspeed.parallel.balance",
         "partition_uniform": "deepspeed.parallel.balance",
-        "required_torch_version": "deepspeed.accelerator.torch_version",
         "see_memory_usage": "deepspeed.profiling.memory",
     },
     "deepspeed.runtime.zero": {
@@ -294,11 +284,6 @@ SPLIT: dict[str, dict[str, str]] = {
         ),
         "DeepSpeedZeroOptimizer": "deepspeed.runtime.base_optimizer:ZeroOptimizer",
     },
-    "deepspeed.runtime.zero.utils": {
-        "ZeRORuntimeException": "deepspeed.errors:CheckpointError",
-        "is_zero_param": "deepspeed.published.runtime_names",
-        "is_zero_supported_optimizer": "deepspeed.published.runtime_names",
-    },
     "deepspeed.utils.comms_logging": {
         "CommsLogger": "deepspeed.comm.logger",
         "calc_bw_log": "deepspeed.comm.summary",
@@ -335,12 +320,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
             "SUB_PARAM_SHAPE TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_VERSION_KEY "
             "UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS VOCAB_TENSOR ZERO_STAGE",
         ),
-        "enable_universal_checkpoint": "deepspeed.published.universal_checkpoint",
     },
-    "deepspeed.checkpoint.universal_checkpoint": names_at(
-        "deepspeed.published.universal_checkpoint",
-        "enable_universal_checkpoint load_hp_checkpoint_state",
-    ),
     "deepspeed.comm": {"TorchBackend": "deepspeed.published.torch_backend"},
     "deepspeed.env_report": {"cli_main": "deepspeed.env_report:main"},
     "deepspeed.launcher.runner": {
@@ -378,20 +358,26 @@ _SPLIT = "tensor_parallel.autotp_size and partition_config in the config split a
 # old module, or name of a module that stays, or ".*" for all others below it → what takes its place
 REMOVED: dict[str, str] = {
     "deepspeed.checkpoint.ZeROCheckpoint": "deepspeed.checkpoint.DeepSpeedCheckpoint reads such a folder",
+    "deepspeed.checkpoint.enable_universal_checkpoint": "set checkpoint.load_universal in the config",
     "deepspeed.checkpoint.model_3d_desc": _GRID,
     "deepspeed.checkpoint.reshape_3d_utils": _GRID,
     "deepspeed.checkpoint.reshape_meg_2d": _GRID,
     "deepspeed.checkpoint.reshape_utils": _GRID,
+    "deepspeed.checkpoint.universal_checkpoint.*": "set checkpoint.load_universal in the config",
     "deepspeed.checkpoint.zero_checkpoint": "deepspeed.checkpoint.DeepSpeedCheckpoint reads such a folder",
     "deepspeed.comm.backend": "deepspeed.comm.torch.TorchBackend is the one backend",
+    "deepspeed.comm.constants": "write names of backends as text",
     "deepspeed.comm.utils": "deepspeed.comm has get_rank, get_local_rank and get_world_size",
     "deepspeed.data.indexed_dataset.*": (
         "use MMapIndexedDataset and MMapIndexedDatasetBuilder; write datasets of the older form (TNTIDX) again"
     ),
+    "deepspeed.elasticity.constants": "write keys of the config as text",
     "deepspeed.elasticity.elastic_agent.DSElasticAgent": "deepspeed --elastic_training starts and restarts the ranks",
+    "deepspeed.elasticity.utils": "every supported torch has the elastic launcher",
     "deepspeed.inference.v2.allocator": _FAMILIES,
     "deepspeed.inference.v2.inference_parameter": _FAMILIES,
     "deepspeed.inference.v2.inference_utils.*": _FAMILIES,
+    "deepspeed.launcher.constants": "write names of launchers as text",
     "deepspeed.module_inject.auto_tp": _SPLIT,
     "deepspeed.module_inject.auto_tp_model_utils": _SPLIT,
     "deepspeed.module_inject.autotp_config": _SPLIT,
@@ -430,6 +416,7 @@ REMOVED: dict[str, str] = {
     "deepspeed.runtime.zero.linear": "torch's Linear keeps no whole weight at stage 3; leave it as it is",
     "deepspeed.runtime.zero.mics.*": "deepspeed.initialize trains by zero_optimization.mics_shard_size",
     "deepspeed.runtime.zero.mics_utils": "engine.mics_shard_size() tells how many ranks share one set of shards",
+    "deepspeed.runtime.zero.utils": "errors are in deepspeed.errors; a sharded parameter has the attribute ds_id",
     "deepspeed.sequence.autosp_fusion": "insert the features of images before ranks divide the sequence",
     "deepspeed.sequence.cross_entropy.*": "set tensor_parallel.vocab_parallel_lm_head in the config",
     "deepspeed.sequence.layer.*": "use DistributedAttention, or sequence_parallel_size in the config",
@@ -440,6 +427,7 @@ REMOVED: dict[str, str] = {
     "deepspeed.utils.debug": "use model.named_parameters() and a parameter's ds_summary()",
     "deepspeed.utils.tensor_fragment.*": "use safe_get_* and safe_set_* of deepspeed.utils",
     "deepspeed.utils.timer.trim_mean": "use scipy.stats.trim_mean",
+    "deepspeed.utils.torch": "compare torch.__version__",
     "deepspeed.utils.types": "name an activation as torch does",
     "deepspeed.utils.zero_to_fp32.*": "python -m deepspeed.checkpoint convert writes weights of any dtype",
 }
@@ -453,7 +441,6 @@ _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 COMING: dict[str, str] = {
     "deepspeed.compile.constants": _SCHEDULE,
     "deepspeed.compile.list_schedule": _SCHEDULE,
-    "deepspeed.compile.passes.offload_adam_states": "use zero_optimization.offload_optimizer",
     "deepspeed.compile.passes.sp_compile": "use sequence_parallel_size",
     "deepspeed.compile.z3_eager_fallback": _SCHEDULE,
     "deepspeed.runtime.compression": _TORCHAO,

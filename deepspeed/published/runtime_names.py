@@ -13,7 +13,6 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.capability import has_triton
-from deepspeed.runtime.step.optimizers import is_tested_with_zero
 
 HAS_TRITON: bool = has_triton.holds
 
@@ -90,21 +89,6 @@ class MultiTensorApply:
 
     def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Any, *args: Any) -> Any:
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
-
-
-def is_zero_param(parameter: Any) -> bool:
-    """True for a parameter that is sharded at stage 3."""
-    return torch.is_tensor(parameter) and hasattr(parameter, "ds_id")
-
-
-def is_zero_supported_optimizer(optimizer: Any) -> bool:
-    """True for an optimizer whose results do not change when its states are sharded."""
-    return is_tested_with_zero(optimizer)
-
-
-def is_torch_elastic_compatible() -> bool:
-    """True: every supported version of torch has the elastic launcher."""
-    return True
 
 
 def set_device_rng_state(new_state: Tensor, device: int = -1) -> None:

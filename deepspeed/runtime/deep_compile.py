@@ -24,9 +24,11 @@ from deepspeed.compile.backend import GraphCompiler, GraphFacts
 from deepspeed.compile.contracts import CompilePass, PassRegistry, PassSchedule
 from deepspeed.compile.graph import GraphParameter, PassLimits
 from deepspeed.compile.operations import dismiss, enrol
+from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import log_dist, log_dist_once
 from deepspeed.runtime.backward import runs_in_backward
+from deepspeed.runtime.compile_offload import ActivationsAway, StateOffload
 from deepspeed.runtime.parts import Parts
 from deepspeed.transformers.attention import masks_in_python
 from deepspeed.zero.interface import Shard, WholeShapes, gather, shard_of
@@ -36,12 +38,22 @@ _WARM_UP = 5
 """Steps after which what is free of the device's memory is known."""
 
 
-def default_schedule(stage: int) -> list[tuple[int, list[str]]]:
-    """The passes of a ZeRO stage where a script gives none."""
+def default_schedule(stage: int, *, roomy: bool) -> list[tuple[int, list[str]]]:
+    """The passes of a ZeRO stage where a script gives none; where memory is not `roomy`, nothing stays whole."""
     if stage < 3:
         return [(0, [f"zero{stage}_compile"])]
     always = ["zero3_compile", "prefetch"]
-    return [(0, always), (_WARM_UP, [*always, "selective_gather"])]
+    return [(0, always), (_WARM_UP, [*always, "selective_gather"])] if roomy else [(0, always)]
+
+
+def asked_passes(schema: Schema) -> list[str]:
+    """The passes that keys of the config ask for."""
+    keys = {
+        "autotp_compile": schema.tensor_parallel.autotp_size > 1,
+        "offload_adam_states": schema.compile.offload_opt_states,
+        "offload_activation": schema.compile.offload_activation,
+    }
+    return [name for name, asked in keys.items() if asked]
 
 
 class DeepCompile:
@@ -74,6 +86,9 @@ class DeepCompile:
         """The same gradients wait on all ranks, as far as is known."""
         self.runs = 0
         """Graphs that have run."""
+        self.states = StateOffload(parts)
+        self.activations = ActivationsAway(parts)
+        self._in_backward = False
         self._shapes = WholeShapes(lambda: self._shards.values())
         module = parts.module
         if self._coordinator is not None and parts.sharded.hooks is not None:
@@ -131,7 +146,11 @@ class DeepCompile:
             if self._compiled is not None and before == passes[: len(before)] and all(each.choose for each in added):
                 self._choose(added)
                 return self._compiled
-            self.compilers.append(GraphCompiler(self, self._backend, passes, log=self._section.debug_log))
+            section = self._section
+            free_from = section.free_activation_threshold if section.free_activation else None
+            self.compilers.append(
+                GraphCompiler(self, self._backend, passes, log=section.debug_log, free_from=free_from)
+            )
             module = self._parts.module
 
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -176,6 +195,25 @@ class DeepCompile:
     def running(self, facts: GraphFacts) -> Iterator[None]:
         """A graph runs: parameters have their shapes, and ranks run the same one."""
         self.runs += 1
+        with self._accounted(facts), self._whole_inside(facts):
+            yield
+
+    @contextmanager
+    def _accounted(self, facts: GraphFacts) -> Iterator[None]:
+        """Keep in mind what waits for backward."""
+        outside, self._in_backward = self._in_backward, facts.backward
+        if facts.backward:
+            self.states.saved = max(0, self.states.saved - facts.saved)
+        try:
+            yield
+            self.states.saved += 0 if facts.backward else facts.saved
+        finally:
+            self._in_backward = outside
+            self.activations.settle()
+
+    @contextmanager
+    def _whole_inside(self, facts: GraphFacts) -> Iterator[None]:
+        """Parameters have their shapes; what ranks do together, all of them do."""
         if self._coordinator is None:
             yield
             return
@@ -260,6 +298,23 @@ class DeepCompile:
         if self._section.sync_after_reduce:
             get_accelerator().synchronize()
 
+    def room(self, nbytes: int, *, wait: bool) -> None:
+        """See [Note: room for activations]; states stay away until the last backward of a step."""
+        returns = self._in_backward and self._parts.accumulation.at_boundary
+        self.states.hold(nbytes, wait=wait, returns=returns)
+
+    def leave(self, saved: Tensor) -> None:
+        """Forward has read a tensor for the last time that is saved for backward."""
+        self.activations.leave(saved)
+
+    def fetch(self, saved: Tensor) -> None:
+        """Backward needs it soon."""
+        self.activations.fetch(saved)
+
+    def arrive(self, saved: Tensor) -> None:
+        """Backward reads it from now on."""
+        self.activations.arrive(saved)
+
 
 def _compile_options(backend: str, options: dict[str, Any]) -> dict[str, Any]:
     """Those of torch.compile for a backend of ours: its modes are options of inductor."""
@@ -307,4 +362,7 @@ def deep_compile(
             "false",
             path="compile.deepcompile",
         )
-    return DeepCompile(parts, backend, options, registry.schedule(schedule or default_schedule(stage), stage), step)
+    schema = parts.config.schema
+    roomy = not (schema.compile.offload_opt_states or schema.compile.offload_activation)
+    entries = schedule or default_schedule(stage, roomy=roomy)
+    return DeepCompile(parts, backend, options, registry.schedule(entries, stage, asked_passes(schema)), step)

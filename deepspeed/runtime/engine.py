@@ -86,6 +86,7 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
         self.loss_of_step: Any = None
         self.training = parts.module.training
         self._checkpoints = Checkpoints(parts)
+        self._plug_in()
         patches.heed(self, DeepSpeedEngine)
         _log_start(parts)
         self._log_end = _logs_end(self)

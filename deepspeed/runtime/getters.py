@@ -8,11 +8,17 @@ from typing import Any
 
 from deepspeed import comm
 from deepspeed.data.random_ltd import join_layers
+from deepspeed.zero import interface as zero
 
 # the names of keys, which are those of methods
 _OF_CONFIG = """
-    checkpoint_tag_validation_enabled checkpoint_tag_validation_fail dynamic_loss_scale_args
-    initial_dynamic_scale optimizer_name optimizer_params scheduler_name scheduler_params
+    aio_config bf16_master_weights_and_gradients checkpoint_tag_validation_enabled checkpoint_tag_validation_fail
+    curriculum_enabled_legacy curriculum_params_legacy data_efficiency_config data_efficiency_enabled
+    dynamic_loss_scale_args fp16_auto_cast fp16_master_weights_and_gradients initial_dynamic_scale
+    load_universal_checkpoint optimizer_legacy_fusion optimizer_name optimizer_params pld_enabled pld_params
+    scheduler_name scheduler_params sparse_gradients_enabled tensor_parallel_config torch_autocast_dtype
+    torch_autocast_enabled torch_autocast_lower_precision_safe_modules use_node_local_storage
+    zero_optimization_stage
 """
 _OF_SCHEMA = """
     dataloader_drop_last dump_state gradient_clipping gradient_predivide_factor log_level
@@ -22,6 +28,7 @@ _OF_SCHEMA = """
 _OF_FLOPS_PROFILER = """
     detailed enabled module_depth output_file profile_step recompute_fwd_factor top_modules
 """
+_OF_AUTOTUNING = "enabled end_profile_step metric metric_path model_info_path start_profile_step"
 _OF_ZERO = """
     allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm contiguous_gradients
     elastic_checkpoint gather_16bit_weights_on_model_save ignore_unused_parameters legacy_stage1
@@ -37,44 +44,21 @@ GETTERS: dict[str, str] = {
     **{name: f"schema.{name}" for name in _OF_SCHEMA.split()},
     **{f"flops_profiler_{name}": f"schema.flops_profiler.{name}" for name in _OF_FLOPS_PROFILER.split()},
     **{f"zero_{name}": f"schema.zero_optimization.{name}" for name in _OF_ZERO.split()},
+    **{f"autotuning_{name}": f"schema.autotuning.{name}" for name in _OF_AUTOTUNING.split()},
     "autotp_size": "schema.tensor_parallel.autotp_size",
-    "autotuning_enabled": "schema.autotuning.enabled",
-    "autotuning_end_profile_step": "schema.autotuning.end_profile_step",
-    "autotuning_metric": "schema.autotuning.metric",
-    "autotuning_metric_path": "schema.autotuning.metric_path",
-    "autotuning_model_info_path": "schema.autotuning.model_info_path",
-    "autotuning_start_profile_step": "schema.autotuning.start_profile_step",
-    "aio_config": "schema.aio",
-    "bf16_master_weights_and_gradients": "schema.bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "schema.bf16.bf16_optimizer_states",
     "bfloat16_enabled": "schema.bf16.enabled",
     "checkpoint_serialization_enabled": "schema.checkpoint.checkpoint_serialization",
-    "curriculum_enabled_legacy": "schema.curriculum_learning.enabled",
     "curriculum_learning_config": "schema.data_efficiency.data_sampling.curriculum_learning",
-    "curriculum_params_legacy": "schema.curriculum_learning",
     "data_sampling_config": "schema.data_efficiency.data_sampling",
-    "pld_enabled": "schema.progressive_layer_drop.enabled",
     "pld_gamma": "schema.progressive_layer_drop.gamma",
-    "pld_params": "schema.progressive_layer_drop",
     "pld_theta": "schema.progressive_layer_drop.theta",
     "random_ltd_config": "schema.data_efficiency.data_routing.random_ltd",
-    "data_efficiency_config": "schema.data_efficiency",
-    "fp16_auto_cast": "schema.fp16.auto_cast",
     "fp16_enabled": "schema.fp16.enabled",
-    "fp16_master_weights_and_gradients": "schema.fp16.fp16_master_weights_and_grads",
-    "load_universal_checkpoint": "schema.checkpoint.load_universal",
-    "optimizer_legacy_fusion": "schema.optimizer.legacy_fusion",
-    "tensor_parallel_config": "schema.tensor_parallel",
-    "torch_autocast_enabled": "schema.torch_autocast.enabled",
-    "torch_autocast_dtype": "schema.torch_autocast.dtype",
-    "torch_autocast_lower_precision_safe_modules": "schema.torch_autocast.lower_precision_safe_modules",
-    "use_node_local_storage": "schema.checkpoint.use_node_local_storage",
     "zenflow_config": "schema.zero_optimization.zenflow",
-    "sparse_gradients_enabled": "schema.sparse_gradients",
     "mics_shard_size": "schema.zero_optimization.mics_shard_size",
     "zero_hpz_partition_size": "schema.zero_optimization.zero_hpz_partition_size",
     "zero_multi_rank_bucket_allreduce": "schema.zero_optimization.use_multi_rank_bucket_allreduce",
-    "zero_optimization_stage": "schema.zero_optimization.stage",
     "zero_overlap_comm": "schema.zero_optimization.overlaps_comm",
     "zero_quantized_gradients": "schema.zero_optimization.zero_quantized_gradients",
     "zero_quantized_nontrainable_weights": "schema.zero_optimization.zero_quantized_nontrainable_weights",
@@ -94,7 +78,6 @@ _DERIVED: dict[str, Callable[[Any], Any]] = {
     "get_pld_theta": lambda engine: getattr(_paced(engine, "layer_drop"), "current_theta", None),
     "random_ltd_initialize": lambda engine: _join_again(engine),
     "random_ltd_enabled": lambda engine: engine._config.schema.data_efficiency.random_ltd is not None,
-    "data_efficiency_enabled": lambda engine: bool(engine._config.schema.data_efficiency.techniques),
     "dynamic_loss_scale": lambda engine: engine._parts.scale.dynamic,
     "get_data_parallel_rank": lambda engine: engine._parts.layout.data.rank,
     "get_data_types": lambda engine: (engine._parts.precision.param, engine._parts.precision.accumulate),
@@ -146,6 +129,10 @@ FACTS: dict[str, Callable[[Any], Any]] = {
     "scale_wrt_gas": lambda engine: True,
     "seq_dp_world_size": lambda engine: engine._parts.layout.samples.size,
     "sequence_parallel_size": lambda engine: engine._parts.layout.sequence.size,
+    "sparse_all_gather": lambda engine: zero.sparse_all_gather,
+    "sparse_allreduce": lambda engine: zero.sparse_allreduce,
+    "sparse_allreduce_bucket": lambda engine: zero.sparse_allreduce_bucket,
+    "sparse_allreduce_no_retain": lambda engine: zero.sparse_allreduce_no_retain,
     "world_size": lambda engine: comm.get_world_size(),
 }
 

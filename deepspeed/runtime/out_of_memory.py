@@ -28,7 +28,9 @@ def held_tensors(parts: Parts) -> dict[str, list[Tensor]]:
     states = parts.basic_optimizer.state.values() if parts.basic_optimizer is not None else ()
     grads = [param.grad for param in params]
     grads += [grad for piece in pieces for grad in (piece.gradient, piece.master.grad, piece.home)]
+    copies = [shard.near.part for shard in shards if shard.near is not None and shard.near.part is not None]
     return {
+        **({"copies of neighbours": copies} if copies else {}),
         "gathered parameters": [shard.flat for shard in shards],
         "parameters": [*resting, *(piece.source for piece in pieces)],
         "gradients": [grad for grad in grads if grad is not None],

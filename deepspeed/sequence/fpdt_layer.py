@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.memory.copy_stream import CopyStream, PendingCopy, copy_stream_for
+from deepspeed.memory.streaming import CopyStream, PendingCopy, copy_stream_for
 from deepspeed.sequence import block_attention
 from deepspeed.sequence.block_attention import AttentionBlock
 from deepspeed.sequence.exchange import gather_heads, head_plan, of_all_ranks, scatter_queries_keys_values

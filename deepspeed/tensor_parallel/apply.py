@@ -20,11 +20,13 @@ from deepspeed.tensor_parallel.layer_splits import LayerSplit, SplitRegion
 from deepspeed.tensor_parallel.layers import (
     ColumnParallel,
     ExpertsParallel,
+    OverlappedInput,
     RowParallel,
     ShardInfo,
+    SharedInput,
+    Uncopied,
     VocabularyParallel,
 )
-from deepspeed.tensor_parallel.overlap import OverlappedInput, SharedInput, Uncopied
 from deepspeed.tensor_parallel.plan import SplitPlan
 from deepspeed.tensor_parallel.rules import SplitKind
 from deepspeed.transformers.replacement import class_before, put_whole, replacement

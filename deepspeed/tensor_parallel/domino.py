@@ -25,7 +25,7 @@ from deepspeed.errors import UsageError
 from deepspeed.parallel.mpu import stage_of, tensor_group
 from deepspeed.parallel.regions import GroupMembers, RankGroup
 from deepspeed.parallel.rng import RankGenerator, rank_generator
-from deepspeed.tensor_parallel.overlap import OverlappedInput
+from deepspeed.tensor_parallel.layers import OverlappedInput
 
 __all__ = ["AttnMaskType", "DominoTransformer", "DominoTransformerLayer", "LayerType", "ModelType"]
 

@@ -20,8 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deepspeed.parallel.regions import RankGroup
 from deepspeed.parallel.rng import RankGenerator
-from deepspeed.tensor_parallel.layers import ColumnParallel, RowParallel
-from deepspeed.tensor_parallel.overlap import Uncopied
+from deepspeed.tensor_parallel.layers import ColumnParallel, RowParallel, Uncopied
 from deepspeed.transformers.source import called_on_self, tree_of
 
 

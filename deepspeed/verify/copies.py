@@ -1,4 +1,13 @@
-"""What must be equal: copies on several ranks, and states between two steps."""
+"""What must be equal: copies on several ranks, and states between two steps.
+
+[Note: sums of rows and columns] The bits of a tensor are read as integers and laid out as a matrix. The sums of its
+rows and columns are kept. A change of one element changes one row and one column by the same amount: so the place and
+the former value of the element are known without a copy of the tensor.
+
+[Note: random states] Scripts may seed ranks alike or not, and draw as often as they like. What they cannot do is to
+reach a state that the generator does not pass through. So a state is judged by drawing on from the one that was seen
+before, or from its seed.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +25,6 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.parallel import AxisGroup
-from deepspeed.verify.findings import Finding, bits, first_of
-from deepspeed.verify.fingerprints import Fingerprint, sum_of_bits
-from deepspeed.verify.random_states import flaw, random_states
 from deepspeed.zero.interface import ShardGroup, StatePiece, plain_data, shard_of, writes
 
 if TYPE_CHECKING:
@@ -239,3 +245,179 @@ def exchanged(findings: Sequence[Finding], device: torch.device) -> list[Finding
     everyone: list[Any] = [None] * comm.get_world_size()
     comm.all_gather_object(everyone, list(findings))
     return [finding for each in everyone for finding in each]
+
+
+_COLUMNS = 4096
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor in the widest integers that fit its place in memory."""
+    flat = bits(tensor)
+    size, at = flat.element_size(), int(flat.storage_offset())
+    for wide in (8, 4, 2):
+        ratio = wide // size
+        if ratio > 1 and at % ratio == 0 and flat.numel() % ratio == 0 and flat.data_ptr() % wide == 0:
+            return flat.view(WORDS[wide])
+    return flat
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """See [Note: sums of rows and columns]."""
+
+    rows: Tensor
+    columns: Tensor
+    rest: Tensor
+    """What fills no row, as it was."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Fingerprint:
+        """That of a tensor as it is now."""
+        words = _words(tensor)
+        whole = words.numel() // _COLUMNS * _COLUMNS
+        matrix = words[:whole].view(-1, _COLUMNS)
+        rest = words[whole:].clone()
+        return cls(matrix.sum(1, dtype=torch.int64), matrix.sum(0, dtype=torch.int64), rest)
+
+    def same(self, other: Fingerprint) -> bool:
+        """True if the tensors had equal bits."""
+        return torch.equal(self.rows, other.rows) and torch.equal(self.rest, other.rest)
+
+    def find(self, tensor: Tensor, name: str, rank: int, shape: tuple[int, ...], offset: int) -> Finding:
+        """What changed in a tensor that had this fingerprint; it begins at `offset` of one of that shape."""
+        now, words = Fingerprint.of(tensor), _words(tensor)
+        changed = (now.rest != self.rest).nonzero().view(-1)
+        rows = (now.rows != self.rows).nonzero().view(-1)
+        source = "the last time it was written"
+        if len(changed):
+            at = int(changed[0])
+            before, word = self.rest[at], words.numel() - self.rest.numel() + at
+        elif len(rows) == 1 and int((now.columns != self.columns).sum()) == 1:
+            column = int((now.columns != self.columns).nonzero()[0])
+            word = int(rows[0]) * _COLUMNS + column
+            before = words[word] - (now.rows[rows[0]] - self.rows[rows[0]]).to(words.dtype)
+        else:
+            places = len(rows) * _COLUMNS * words.element_size() // tensor.element_size()
+            return Finding(rank, name, "changed in several elements", "as it was", source, None, places)
+        old = before.reshape(1).view(tensor.dtype)
+        new = words[word : word + 1].clone().view(tensor.dtype)
+        inside = int((bits(old) != bits(new)).to(torch.uint8).argmax())
+        index = word * len(old) + inside
+        return Finding(rank, name, new[inside].item(), old[inside].item(), source, place_of(offset + index, shape))
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """The sum of the bits of a tensor, read as integers: any change of one element changes it."""
+    return bits(tensor).sum(dtype=torch.int64)
+
+
+_KEY = slice(24, 24 + 624 * 8)
+"""Bytes of torch's state of a Mersenne twister that hold its 624 words; seed and place in them come before."""
+_WORDS = 624
+_MOST_DRAWS = 1 << 23
+
+
+def flaw(before: Tensor, now: Tensor) -> tuple[int, int, int, int] | None:
+    """None if a generator in the state `before` comes to the state `now`, within some million numbers or by its seed.
+
+    Else what is wrong: a byte of the state, what it is, what it is in the nearest state that is passed, and how many
+    bytes differ.
+    """
+    if torch.equal(before, now):
+        return None
+    if before.shape != now.shape or before.numel() < _KEY.stop:
+        return _flaw_of_count(before, now)
+    seeded = torch.Generator().manual_seed(int(now[:8].view(torch.int64)) & (2**63 - 1)).get_state()
+    starts = [before, seeded] if torch.equal(before[:8], now[:8]) else [seeded]
+    place = int(now[16:24].view(torch.int64))
+    nearest = min((_nearest(start, now) for start in starts), key=lambda each: each[0])
+    if nearest[0] == 0:
+        return None if 0 <= place <= _WORDS else (16, place, _WORDS, 1)
+    count, expected = nearest
+    at = int((expected != now[_KEY]).to(torch.uint8).argmax())
+    return _KEY.start + at, int(now[_KEY][at]), int(expected[at]), count
+
+
+def _nearest(start: Tensor, now: Tensor) -> tuple[int, Tensor]:
+    """How many bytes of the words differ from the nearest words that drawing on from `start` passes, and those."""
+    walker = torch.Generator()
+    walker.set_state(start.clone())
+    block, best = torch.empty(_WORDS, dtype=torch.int32), (1 << 30, start[_KEY])
+    for _ in range(_MOST_DRAWS // _WORDS):
+        words = walker.get_state()[_KEY]
+        count = int((words != now[_KEY]).sum())
+        if count < best[0]:
+            best = count, words
+        if count == 0:
+            break
+        block.random_(generator=walker)
+    return best
+
+
+def _flaw_of_count(before: Tensor, now: Tensor) -> tuple[int, int, int, int] | None:
+    """Of a generator of a device: a seed and how much was drawn."""
+    if before.numel() != 16 or now.numel() != 16:
+        return None
+    (seed, drawn), (seed_now, drawn_now) = before.view(torch.int64).tolist(), now.view(torch.int64).tolist()
+    if seed != seed_now:
+        return 0, seed_now, seed, 1
+    return None if drawn_now >= drawn else (8, drawn_now, drawn, 1)
+
+
+def random_states() -> dict[str, Tensor]:
+    """The states of torch's generators on this rank, by the device."""
+    found = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A value that differs from what it must be."""
+
+    rank: int
+    tensor: str
+    found: object
+    expected: object
+    source: str
+    """What computes the expected value."""
+    element: tuple[int, ...] | None = None
+    """Where it lies in the tensor; None for what is no tensor, or where the place is not known."""
+    count: int = 1
+    """Elements that differ."""
+
+    def __str__(self) -> str:
+        place = "" if self.element is None else f"[{', '.join(map(str, self.element))}]"
+        more = f" ({self.count} elements differ)" if self.count > 1 else ""
+        expected = f"expected {self.expected} by {self.source}"
+        return f"rank {self.rank}: {self.tensor}{place} is {self.found}, {expected}{more}"
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The elements of a tensor as integers, flat; those of a tensor with gaps are copied."""
+    flat = tensor.detach().reshape(-1)
+    if flat.dtype.is_complex:
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(WORDS[flat.element_size()]) if flat.numel() else flat.to(torch.int64)
+
+
+def place_of(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of an element of a tensor of that shape, from its index in the flat tensor."""
+    return tuple(int(each) for each in torch.unravel_index(torch.tensor(index), shape)) if shape else (0,)
+
+
+def first_of(
+    wrong: Tensor, found: Tensor, expected: Tensor, *, rank: int, tensor: str, source: str, shape: tuple[int, ...]
+) -> Finding | None:
+    """The finding for the first element that is marked in `wrong`; None if none is."""
+    count = int(wrong.sum())
+    if not count:
+        return None
+    index = int(wrong.reshape(-1).to(torch.uint8).argmax())
+    values = found.reshape(-1)[index].item(), expected.reshape(-1)[index].item()
+    return Finding(rank, tensor, values[0], values[1], source, place_of(index, shape), count)

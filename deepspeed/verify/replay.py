@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepspeed.errors import UsageError
 from deepspeed.trust import open_regular
-from deepspeed.verify.findings import Finding
+from deepspeed.verify.copies import Finding
 from deepspeed.verify.sample import SampledUpdate, StepFacts
 
 _VERSION = 1

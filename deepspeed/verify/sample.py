@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.verify.findings import Finding, bits, first_of
+from deepspeed.verify.copies import Finding, bits, first_of
 from deepspeed.verify.formulas import updated
 
 _NORM_ROUNDING = 1e-4

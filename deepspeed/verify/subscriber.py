@@ -16,8 +16,7 @@ from deepspeed.errors import VerificationError
 from deepspeed.events import EventStream, Phase, PhaseBegan, RunContinued, StepFinished, Subscription
 from deepspeed.log import log_dist, logger
 from deepspeed.pipe.layers import is_fake_world
-from deepspeed.verify.copies import Configs, RandomStates, StatesAtRest, compare_replicas, exchanged
-from deepspeed.verify.findings import Finding
+from deepspeed.verify.copies import Configs, Finding, RandomStates, StatesAtRest, compare_replicas, exchanged
 from deepspeed.verify.formulas import formula_of
 from deepspeed.verify.replay import record
 from deepspeed.verify.sample import StepFacts

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.ops.onebit.base import OneBitOptimizer
-from deepspeed.verify.findings import Finding, bits, first_of
+from deepspeed.verify.copies import Finding, bits, first_of
 from deepspeed.verify.formulas import FORMULAS, formula_of
 from deepspeed.verify.sample import SampledUpdate
 from deepspeed.zero.interface import ParameterState, ReduceToOwners, ShardGroup, join

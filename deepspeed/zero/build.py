@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from deepspeed.accelerator.side_stream import SideStream
 from deepspeed.comm.codec import BlockCodec, block_codec
 from deepspeed.config.rules import local_steps_conflict, one_bit_conflicts
 from deepspeed.config.schema import Schema
@@ -36,8 +37,7 @@ from deepspeed.zero.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.zero.gradients.reduction import ReduceToOwners, Reduction, ReductionWeights
 from deepspeed.zero.gradients.sign_reduction import SignReduction
 from deepspeed.zero.gradients.sparse import RowsToOwners, embedding_parameters, row_widths
-from deepspeed.zero.memory_budget import Budgeted
-from deepspeed.zero.offload import gather_from, remotes_of, reserve, store_of, tiers_of, uses_disk
+from deepspeed.zero.offload import Budgeted, gather_from, remotes_of, reserve, store_of, tiers_of, uses_disk
 from deepspeed.zero.parameters.coded import (
     CodedBlockGather,
     CodedGather,
@@ -48,7 +48,7 @@ from deepspeed.zero.parameters.coded import (
 from deepspeed.zero.parameters.coordinator import FetchCoordinator
 from deepspeed.zero.parameters.fetch_plan import FetchLimits
 from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
-from deepspeed.zero.parameters.gather import BlockGather, Gather, PlainGather, gather
+from deepspeed.zero.parameters.gather import BlockGather, Gather, NodeHops, PlainGather, gather
 from deepspeed.zero.parameters.module_hooks import ModuleHooks
 from deepspeed.zero.parameters.near import NearGather, check_size, near_copies
 from deepspeed.zero.parameters.offloaded import ChunkTier, ChunkTiers
@@ -113,13 +113,14 @@ def make_reduction(schema: Schema, placement: Placement, width: int = 0) -> Redu
     )
 
 
-def make_gather(schema: Schema, remote: ChunkTier | None = None) -> Gather[Shard]:
+def make_gather(schema: Schema, remote: ChunkTier | None = None, hops: NodeHops | None = None) -> Gather[Shard]:
     """How parameters that are cut become whole, from the device or from where their chunks live."""
     zero = schema.zero_optimization
-    plain = PlainGather(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential)
+    one_by_one = zero.allgather_sequential
+    plain = PlainGather(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=one_by_one, hops=hops)
     way: Gather[Shard] = plain if remote is None else gather_from(remote, plain)
     if zero.zero_quantized_weights:
-        way = CodedGather(weight_codec(schema), way)
+        way = CodedGather(weight_codec(schema), way, hops)
     return NearGather(way) if zero.zero_hpz_partition_size > 1 else way
 
 
@@ -457,7 +458,9 @@ class StateBuilder:
         shards = shard_module(module, axes, remotes)
         for unit in units_by_granularity(module, zero.module_granularity_threshold).values():
             set_z3_leaf_module(unit, True)
-        way, far = make_gather(schema), make_gather(schema, None if remotes is None else remotes.remote)
+        hops = self._hops()
+        way = make_gather(schema, None, hops)
+        far = make_gather(schema, None if remotes is None else remotes.remote, hops)
         ways: dict[int, CodedGather] = {}
         if schema.weight_quantization.at_birth is not None and not any(each.codec for each in shards):
             raise DeepSpeedConfigError(
@@ -489,6 +492,16 @@ class StateBuilder:
         hooks.install()
         meet_state_dicts(module, self.stack)
         return coordinator, hooks
+
+    def _hops(self) -> NodeHops | None:
+        """Whether parameters are gathered between nodes first."""
+        zero, axis = self.schema.zero_optimization, self.axes.levels(self.measure.axis)[0]
+        if not zero.mics_hierarchical_params_gather or zero.mics_shard_size < 1:
+            return None
+        met = axis.meet_nodes()
+        found = "between nodes, then within" if met else "in one hop: the ranks of a group lie on one node, or unevenly"
+        log_dist_once(f"mics_hierarchical_params_gather: parameters are gathered {found}", [0], NOTICE)
+        return NodeHops(SideStream(rank_device()[1])) if met else None
 
     def _ahead(self) -> int:
         """Elements that are gathered ahead: as the config says, else one block, or what makes a worthwhile message."""

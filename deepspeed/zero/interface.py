@@ -4,6 +4,10 @@ from deepspeed.zero.agreement import RankAgreement as RankAgreement
 from deepspeed.zero.build import ZeroModel as ZeroModel
 from deepspeed.zero.gradients.reducer import GradientReducer as GradientReducer
 from deepspeed.zero.gradients.reduction import ReduceToOwners as ReduceToOwners
+from deepspeed.zero.gradients.sparse import sparse_all_gather as sparse_all_gather
+from deepspeed.zero.gradients.sparse import sparse_allreduce as sparse_allreduce
+from deepspeed.zero.gradients.sparse import sparse_allreduce_bucket as sparse_allreduce_bucket
+from deepspeed.zero.gradients.sparse import sparse_allreduce_no_retain as sparse_allreduce_no_retain
 from deepspeed.zero.parameters import gather as gather
 from deepspeed.zero.parameters.coded import RestingWeights as RestingWeights
 from deepspeed.zero.parameters.data import plain_data as plain_data

@@ -14,7 +14,7 @@ from deepspeed.ops.moments import MomentKeeper
 from deepspeed.zero.parameters.data import writes
 
 if TYPE_CHECKING:
-    from deepspeed.zero.states.offloaded_tile import OffloadedTile
+    from deepspeed.zero.states.tiles import OffloadedTile
 
 # States of torch's optimizers that are one number for a whole parameter.
 _COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})

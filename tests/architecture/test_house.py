@@ -20,17 +20,18 @@ REASONS: dict[str, str] = {
     "deepspeed/compile/inductor.py": "imported with inductor, which takes a while",
     **{
         f"deepspeed/compile/passes/{name}.py": "a published path"
-        for name in ("prefetch", "selective_gather", "zero1_compile", "zero2_compile", "zero3_compile")
+        for name in (
+            *("prefetch", "selective_gather", "zero1_compile", "zero2_compile", "zero3_compile"),
+            *("offload_activation", "offload_adam_states"),
+        )
     },
+    "deepspeed/checkpoint/constants.py": "published names",
+    "deepspeed/compile/passes/autotp_compile.py": "a pass has a file",
     "deepspeed/checkpoint/universal_checkpoint.py": "published names",
     "deepspeed/elasticity/tool.py": "the program ds_elastic",
     "deepspeed/env_report.py": "a program by its published path",
     "deepspeed/launcher/launcher_helper.py": "a program that starts without site-packages",
     "deepspeed/launcher/remote.py": "a program on other hosts",
-    "deepspeed/moe/mappings.py": "published names",
-    "deepspeed/ops/adam/fused_adam.py": "a published path",
-    "deepspeed/ops/lion/cpu_lion.py": "a published path",
-    "deepspeed/ops/lion/fused_lion.py": "a published path",
     "deepspeed/ops/spatial.py": "its builder imports it by name",
 }
 

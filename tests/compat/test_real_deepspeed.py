@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from deepspeed.checkpoint.__main__ import main
+from deepspeed.checkpoint.formats.adapters import state_of
 from deepspeed.checkpoint.formats.detect import open_checkpoint
-from deepspeed.checkpoint.formats.reshard import state_of
 from deepspeed.checkpoint.formats.zero_files import writer
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint_states import EXPECTED, FIXTURES, ORDER, fixture

@@ -339,13 +339,6 @@ def test_checkpoint_tools(command, tmp_path):
     assert {*os.listdir(folder)} - {*before, "latest_universal"} == written
 
 
-@pytest.fixture
-def _loaded(request, monkeypatch):
-    """Examples that need Transformers find it loaded."""
-    if needs_clients(request.node.callspec.params["command"]):
-        monkeypatch.setattr(harness, "SERVER", CLIENT_SERVER)
-
-
 def program(words):
     """A `main` for the program that a command names, and its arguments."""
     name, *arguments = words
@@ -361,12 +354,32 @@ def program(words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [each for each in EXAMPLES if example_of(each) in SHORT], ids=str)
-@pytest.mark.usefixtures("_loaded")
+@pytest.mark.parametrize(
+    "command", [each for each in EXAMPLES if example_of(each) in SHORT and not needs_clients(each)], ids=str
+)
 @ranks(1, init=False, timeout=400)
 def test_example(command, tmp_path):
-    if needs_clients(command):
-        pytest.importorskip("accelerate" if command.words[0] == "accelerate" else "transformers")
+    run_example(command, tmp_path)
+
+
+@pytest.fixture
+def _loaded(monkeypatch):
+    """Transformers."""
+    monkeypatch.setattr(harness, "SERVER", CLIENT_SERVER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [each for each in EXAMPLES if example_of(each) in SHORT and needs_clients(each)], ids=str
+)
+@pytest.mark.usefixtures("_loaded")
+@ranks(1, init=False, timeout=400)
+def test_example_of_clients(command, tmp_path):
+    pytest.importorskip("accelerate" if command.words[0] == "accelerate" else "transformers")
+    run_example(command, tmp_path)
+
+
+def run_example(command, tmp_path):
     short = [word.format(tmp=tmp_path / "output") for word in SHORT[example_of(command)]]
     main, words = program([*command.words, *short])
 

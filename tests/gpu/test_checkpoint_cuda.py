@@ -11,7 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.accelerator.cuda import CUDA_Accelerator
-from deepspeed.checkpoint.formats.stand_ins import StandIns
+from deepspeed.checkpoint.formats.safe_load import StandIns
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

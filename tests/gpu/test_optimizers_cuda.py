@@ -10,14 +10,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.accelerator.cuda import CUDA_Accelerator
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.adam.rule import AdamRule, adam_reference
-from deepspeed.ops.lamb import FusedLamb
-from deepspeed.ops.lamb.rule import LambRule, lamb_reference
-from deepspeed.ops.lion import FusedLion
-from deepspeed.ops.lion.rule import LionRule, lion_reference
+from deepspeed.ops.adam import AdamRule, DeepSpeedCPUAdam, FusedAdam, adam_reference
+from deepspeed.ops.lamb import FusedLamb, LambRule, lamb_reference
+from deepspeed.ops.lion import FusedLion, LionRule, lion_reference
 from deepspeed.ops.muon import Muon, MuonWithAuxAdam, muon_update
-from deepspeed.ops.muon.newton_schulz import orthogonalize_reference
+from deepspeed.ops.muon.muon import orthogonalize_reference
 from deepspeed.ops.registry import operations
 
 pytestmark = [

@@ -11,12 +11,12 @@ from torch import nn
 
 import deepspeed
 from deepspeed.accelerator.cuda import CUDA_Accelerator
-from deepspeed.ops.adam.rule import ONE_PASS as ADAM
-from deepspeed.ops.adam.rule import AdamRule
-from deepspeed.ops.lamb.rule import ONE_PASS as LAMB
-from deepspeed.ops.lamb.rule import LambRule
-from deepspeed.ops.lion.rule import ONE_PASS as LION
-from deepspeed.ops.lion.rule import LionRule
+from deepspeed.ops.adam import ONE_PASS as ADAM
+from deepspeed.ops.adam import AdamRule
+from deepspeed.ops.lamb import ONE_PASS as LAMB
+from deepspeed.ops.lamb import LambRule
+from deepspeed.ops.lion import ONE_PASS as LION
+from deepspeed.ops.lion import LionRule
 from deepspeed.ops.muon import momentum
 from deepspeed.ops.one_pass import Conditions
 from deepspeed.ops.optimizer import ParameterBatch

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.ops import vendor_libraries
+from deepspeed.ops import precompile
 from deepspeed.tensor_parallel import model_init
 
 
@@ -29,9 +29,9 @@ def loads(monkeypatch):
     def libraries(device, uses):
         begun.append((str(device), len(uses)))
 
-    monkeypatch.setattr(vendor_libraries, "compiles", lambda: True)
-    monkeypatch.setattr(vendor_libraries, "load_triton", lambda: begun.append("triton"))
-    monkeypatch.setattr(vendor_libraries, "load_libraries", libraries)
+    monkeypatch.setattr(precompile, "compiles", lambda: True)
+    monkeypatch.setattr(precompile, "load_triton", lambda: begun.append("triton"))
+    monkeypatch.setattr(precompile, "load_libraries", libraries)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(model_init, "with_asked", stop)
@@ -61,7 +61,7 @@ def test_a_config_that_asks_for_kernels(loads, tmp_path, config, expected, where
 
 
 def test_nothing_is_loaded_where_nothing_is_compiled(loads, monkeypatch):
-    monkeypatch.setattr(vendor_libraries, "compiles", lambda: False)
+    monkeypatch.setattr(precompile, "compiles", lambda: False)
     start({"fp8": {"enabled": True}})
     assert loads == []
 
@@ -92,9 +92,9 @@ def test_attention_of_the_models_that_let_torch_attend(loads):
     small = transformers.GPT2Config(n_embd=24, n_head=3, n_layer=1, vocab_size=32, n_positions=16)
     for attends, expected in (("sdpa", (4, 16)), ("eager", None)):
         model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=attends)
-        assert next(filter(None, map(vendor_libraries._heads, model.modules())), None) == expected
+        assert next(filter(None, map(precompile._heads, model.modules())), None) == expected
     model = transformers.GPT2LMHeadModel._from_config(small, attn_implementation="sdpa")
-    assert vendor_libraries._heads(model) == (3, 8)
+    assert precompile._heads(model) == (3, 8)
     start({"fp8": {"enabled": True}}, nn.Sequential(nn.TransformerEncoderLayer(32, 2)))
     assert loads == ["triton", ("cuda:0", 3)]
 
@@ -114,10 +114,10 @@ def test_models_without_such_layers(loads, model):
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_thread_uses_the_device_afterwards(loads, monkeypatch, fails):
     waits, ended = threading.Event(), threading.Event()
-    monkeypatch.setattr(vendor_libraries, "load_libraries", lambda device, uses: waits.wait(60) and ended.set())
-    monkeypatch.setattr(vendor_libraries, "wait", lambda futures: (waits.set(), [each.result(60) for each in futures]))
+    monkeypatch.setattr(precompile, "load_libraries", lambda device, uses: waits.wait(60) and ended.set())
+    monkeypatch.setattr(precompile, "wait", lambda futures: (waits.set(), [each.result(60) for each in futures]))
     try:
-        with vendor_libraries.load_ahead(nn.Linear(2, 2), {"fused_kernels": {"enabled": True}}):
+        with precompile.load_ahead(nn.Linear(2, 2), {"fused_kernels": {"enabled": True}}):
             if fails:
                 raise Reached
     except Reached:

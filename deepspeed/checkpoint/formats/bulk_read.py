@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.formats.source import StoredPart
 from deepspeed.checkpoint.storage.block_reader import FileCheck, Range
-from deepspeed.ops.host_memory import bytes_of
+from deepspeed.ops.native import bytes_of
 
 _STEP = 64 * 2**20  # bytes that wait on the host for their way to a device or into another dtype
 

@@ -25,7 +25,7 @@ from deepspeed.checkpoint.formats.zero_files.reader import DeepSpeedSource
 from deepspeed.checkpoint.storage.block_writer import WriterOptions
 from deepspeed.checkpoint.storage.durable import write_file, write_text
 from deepspeed.errors import CheckpointError
-from deepspeed.ops.host_memory import bytes_of
+from deepspeed.ops.native import bytes_of
 
 DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,

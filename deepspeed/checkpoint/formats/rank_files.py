@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.formats import safetensors
-from deepspeed.checkpoint.formats.stand_ins import LEAST, StandIns
+from deepspeed.checkpoint.formats.safe_load import LEAST, StandIns
 from deepspeed.checkpoint.formats.training_state import TrainingState
 from deepspeed.checkpoint.formats.values import plain
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import CheckpointError
-from deepspeed.ops.host_memory import bytes_of
+from deepspeed.ops.native import bytes_of
 from deepspeed.trust import open_regular
 
 _NAMES = {

@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed.checkpoint.storage.block_writer import FileFacts
-from deepspeed.checkpoint.storage.checksum import KINDS, PIECE
+from deepspeed.checkpoint.storage.block_writer import KINDS, PIECE, FileFacts
 from deepspeed.checkpoint.storage.durable import gibibytes
 from deepspeed.errors import CheckpointError, printable
 from deepspeed.trust import open_regular

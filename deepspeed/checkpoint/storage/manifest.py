@@ -19,8 +19,7 @@ from typing import Any
 
 from deepspeed._package import __version__
 from deepspeed.checkpoint.storage.block_reader import FileCheck, FileProblem, odd_size
-from deepspeed.checkpoint.storage.block_writer import FileFacts
-from deepspeed.checkpoint.storage.checksum import KINDS
+from deepspeed.checkpoint.storage.block_writer import KINDS, FileFacts
 from deepspeed.checkpoint.storage.durable import explain, write_text
 from deepspeed.errors import CheckpointError
 from deepspeed.trust import flaw_of_name, read_regular

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed.checkpoint.storage.block_writer import BLOCK, FileFacts
-from deepspeed.checkpoint.storage.checksum import PIECE, RunningSums
+from deepspeed.checkpoint.storage.block_writer import BLOCK, PIECE, FileFacts, RunningSums
 from deepspeed.checkpoint.storage.commit import Staging, files_in, leftovers
 from deepspeed.checkpoint.storage.durable import explain
 from deepspeed.checkpoint.storage.manager import check_directory

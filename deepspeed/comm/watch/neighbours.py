@@ -13,8 +13,7 @@ import time
 from dataclasses import dataclass
 
 from deepspeed.comm.processes import has_ended, host_key, host_name, process_state
-from deepspeed.comm.watch.call_log import CallLog, open_log, progress_of, read_calls, read_end
-from deepspeed.comm.watch.report import RankReport
+from deepspeed.comm.watch.report import CallLog, RankReport, open_log, progress_of, read_calls, read_end
 from deepspeed.comm.watch.store import WatchStore
 from deepspeed.comm.watch.threads import place_in
 

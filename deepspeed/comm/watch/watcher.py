@@ -29,10 +29,9 @@ from deepspeed.comm.discover import local_ranks
 from deepspeed.comm.processes import host_name
 from deepspeed.comm.records import Entry
 from deepspeed.comm.verdict_pipe import tell_launcher
-from deepspeed.comm.watch.call_log import CallLog
 from deepspeed.comm.watch.inquiry import Inquiry, ReportBuilder, incident_of, judge_locally, write_stacks
 from deepspeed.comm.watch.neighbours import Neighbours, Stacks
-from deepspeed.comm.watch.report import WaitingCall
+from deepspeed.comm.watch.report import CallLog, WaitingCall
 from deepspeed.comm.watch.settings import HangSettings, seconds_of
 from deepspeed.comm.watch.store import StoreGone, WatchStore, store_address
 from deepspeed.comm.watch.threads import ActiveCall, Finder, active_calls, interrupt, last_launched, positions

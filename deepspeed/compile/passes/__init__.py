@@ -1,1 +1,1 @@
-"""The passes over graphs, a module for each; `PASS` is its name, function and contract."""
+"""The passes over graphs, each with its name, function and contract."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed.errors import FileError, UsageError
 from deepspeed.ops.aio.open_file import OpenFile, Place, Scratch, describe
 from deepspeed.ops.aio.plan import ALIGNMENT, FilePart, Flow
-from deepspeed.ops.host_memory import bytes_of
+from deepspeed.ops.native import bytes_of
 
 
 class FileTicket:

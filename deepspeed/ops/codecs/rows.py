@@ -35,6 +35,65 @@ def decode_sum(form: str, block: int, payload: Tensor, scales: Tensor, out: Tens
     op("codec_sum")(form, block, payload, scales, out)
 
 
+Places = tuple[tuple[int, int, int, int], ...]
+"""Parts of rows: (where the numbers begin, how many, where in the message the codes begin, where the scales)."""
+
+
+def encode_parts(form: str, block: int, places: Places, values: Tensor, message: Tensor) -> None:
+    """As `encode` of each part of the rows `[rows, n]`, into messages `[rows, bytes]`."""
+    op("codec_encode_parts")(form, block, places, values, message)
+
+
+def sum_parts(form: str, block: int, places: Places, messages: Tensor, out: Tensor) -> None:
+    """As `decode_sum` of each part, of `[rows, sums, bytes]` to `[sums, n]`; what lies between parts stays."""
+    op("codec_sum_parts")(form, block, places, messages, out)
+
+
+def _part(form: str, block: int, place: tuple[int, int, int, int], message: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes and scales of a part."""
+    _, length, payload, scale = place
+    codes = message.narrow(-1, payload, FORMATS[form].payload_bytes(length, block))
+    return codes, message.narrow(-1, scale, -(-length // block) * 4).view(torch.float32)
+
+
+@reference("codec_encode_parts")
+def encode_parts_reference(form: str, block: int, places: Places, values: Tensor, message: Tensor) -> None:
+    """In plain torch."""
+    for place in places:
+        encode_reference(form, block, values.narrow(1, *place[:2]), *_part(form, block, place, message))
+
+
+@reference("codec_sum_parts")
+def sum_parts_reference(form: str, block: int, places: Places, messages: Tensor, out: Tensor) -> None:
+    """In plain torch."""
+    for place in places:
+        sum_reference(form, block, *_part(form, block, place, messages), out.narrow(1, *place[:2]))
+
+
+@by_triton("codec_encode_parts")
+@torch.no_grad()
+def encode_parts_triton(form: str, block: int, places: Places, values: Tensor, message: Tensor) -> None:
+    """By the kernel where it can."""
+    if not _takes(block, values, message, message):
+        encode_parts_reference(form, block, places, values, message)
+        return
+    from deepspeed.ops.codecs.kernels import rows as kernels
+
+    kernels.encode_parts(FORMATS[form], block, places, values, message, SMALLEST)
+
+
+@by_triton("codec_sum_parts")
+@torch.no_grad()
+def sum_parts_triton(form: str, block: int, places: Places, messages: Tensor, out: Tensor) -> None:
+    """By the kernel where it can."""
+    if not _takes(block, out, messages, messages) or not len(messages):
+        sum_parts_reference(form, block, places, messages, out)
+        return
+    from deepspeed.ops.codecs.kernels import rows as kernels
+
+    kernels.sum_parts(FORMATS[form], block, places, messages, out)
+
+
 @reference("codec_encode")
 @torch.no_grad()
 def encode_reference(
@@ -177,9 +236,10 @@ def sign_bytes(numel: int) -> int:
     return whole * (_SIGNS // 8) + -(-rest // 8)
 
 
-def signs(values: Tensor, payload: Tensor) -> None:
-    """Write a bit for each of `[rows, n]` numbers that is below zero to `[rows, bytes]`."""
-    op("codec_signs")(values, payload)
+def signs(values: Tensor, payload: Tensor) -> Tensor:
+    """Write a bit for each of `[rows, n]` numbers that is below zero to `[rows, bytes]`; returns norms, `[rows, 1]`."""
+    norms: Tensor = op("codec_signs")(values, payload)
+    return norms
 
 
 def signed(payload: Tensor, scales: Tensor, out: Tensor, *, add: bool = False) -> None:
@@ -189,12 +249,14 @@ def signed(payload: Tensor, scales: Tensor, out: Tensor, *, add: bool = False) -
 
 @reference("codec_signs")
 @torch.no_grad()
-def signs_reference(values: Tensor, payload: Tensor) -> None:
+def signs_reference(values: Tensor, payload: Tensor) -> Tensor:
     """In plain torch."""
     weights = 1 << torch.arange(8, device=values.device).view(8, 1)
     for part, bits in _sign_parts(values, payload):
         lanes = torch.nn.functional.pad((part < 0).to(torch.int64), (0, 8 * bits.shape[-1] - part.shape[-1]))
         bits.copy_((lanes.unflatten(-1, (8, -1)) * weights).sum(-2))
+    norms: Tensor = torch.linalg.vector_norm(values, dim=1, keepdim=True, dtype=torch.float32)
+    return norms
 
 
 @reference("codec_signed")
@@ -232,14 +294,13 @@ def _sign_parts(values: Tensor, payload: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 @by_triton("codec_signs")
 @torch.no_grad()
-def signs_triton(values: Tensor, payload: Tensor) -> None:
+def signs_triton(values: Tensor, payload: Tensor) -> Tensor:
     """By the kernel where it can."""
     if not _takes(_SIGNS, values, payload, payload):
-        signs_reference(values, payload)
-        return
+        return signs_reference(values, payload)
     from deepspeed.ops.codecs.kernels import rows as kernels
 
-    kernels.signs(values, payload, _SIGNS)
+    return kernels.signs(values, payload, _SIGNS)
 
 
 @by_triton("codec_signed")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepspeed.ops.fp8.quantise import SMALLEST, Quantized, rounded, turns
-from deepspeed.ops.model.rows import takes_rows
+from deepspeed.ops.model.linear import takes_rows
 from deepspeed.ops.registry import by_triton, op, reference
 
 SIDE = 128

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepspeed.ops.capability import compute_capability, has_block_scales, on_cuda
 from deepspeed.ops.fp8.groups import spread
-from deepspeed.ops.model.rows import takes
+from deepspeed.ops.model.linear import takes
 from deepspeed.ops.precompile import is_placeholder
 from deepspeed.ops.registry import by_triton, implements, op, reference
 

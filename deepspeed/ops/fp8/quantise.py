@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.ops.model.rows import takes, takes_rows
+from deepspeed.ops.model.linear import takes, takes_rows
 from deepspeed.ops.registry import by_triton, op, reference
 
 _NARROW = (torch.bfloat16, torch.float16)

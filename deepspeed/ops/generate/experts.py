@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from deepspeed.ops.generate.streaming import MOST_ROWS
 from deepspeed.ops.model.gated import gated_reference
-from deepspeed.ops.model.rows import takes
+from deepspeed.ops.model.linear import takes
 from deepspeed.ops.registry import by_triton, op, reference
 
 __all__ = ["routable", "routed_experts"]

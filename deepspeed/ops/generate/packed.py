@@ -11,7 +11,7 @@ from deepspeed.ops.fp8.linear import MULTIPLE
 from deepspeed.ops.fp8.product import product
 from deepspeed.ops.fp8.quantise import round_rows
 from deepspeed.ops.generate.packed_weight import UNIT, PackedWeight
-from deepspeed.ops.model.rows import takes
+from deepspeed.ops.model.linear import takes
 from deepspeed.ops.registry import by_triton, op, reference
 
 __all__ = ["MODES", "pack", "packed_linear", "unpack"]

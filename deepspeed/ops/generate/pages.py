@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepspeed.ops.model.linear import takes
 from deepspeed.ops.model.rotary import rotary_reference
-from deepspeed.ops.model.rows import takes
 from deepspeed.ops.registry import by_triton, op, reference
 
 __all__ = ["PageTarget", "copy_blocks", "rotary_write", "write_pages"]
@@ -29,21 +29,12 @@ class PageTarget:
     value_scale: Tensor | None = None
 
 
-def write_pages(
-    key: Tensor,
-    value: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    slots: Tensor,
-    *,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> None:
+def write_pages(key: Tensor, value: Tensor, target: PageTarget) -> None:
     """Write [tokens, heads, width] to slots [tokens] = block · size + offset; a slot of -1 is skipped.
 
     Pages of 8 bits take what is closest to x / scale.
     """
-    op("write_pages")(key, value, PageTarget(key_pages, value_pages, slots, key_scale, value_scale))
+    op("write_pages")(key, value, target)
 
 
 def rotary_write(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, target: PageTarget) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepspeed.ops.model.gated import gated
-from deepspeed.ops.model.rows import takes
+from deepspeed.ops.model.linear import takes
 from deepspeed.ops.registry import by_triton, op, reference
 
 __all__ = ["MOST_ROWS", "MOST_WEIGHTS", "streamed_gated", "streamed_linear"]

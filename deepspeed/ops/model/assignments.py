@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from deepspeed.ops.model.rows import takes_rows
+from deepspeed.ops.model.linear import takes_rows
 from deepspeed.ops.registry import by_triton, reference
 
 Slopes = tuple[Tensor | None, Tensor | None]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from deepspeed.ops.model.rows import rows_of, shaped, takes
+from deepspeed.ops.model.linear import rows_of, shaped, takes
 from deepspeed.ops.registry import by_triton, op, reference
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

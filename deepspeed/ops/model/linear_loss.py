@@ -11,7 +11,7 @@ from torch.autograd.profiler import record_function
 from torch.nn import functional
 
 from deepspeed.events import AHEAD
-from deepspeed.ops.model.rows import takes
+from deepspeed.ops.model.linear import takes
 from deepspeed.ops.registry import by_triton, op, reference
 
 _TILE_BYTES = 2**28

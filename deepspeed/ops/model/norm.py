@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
-from deepspeed.ops.model.rows import rows_of, shaped, takes_rows
+from deepspeed.ops.model.linear import rows_of, shaped, takes_rows
 from deepspeed.ops.registry import by_triton, op, reference
 
 Pair = tuple[Tensor, Tensor]

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from deepspeed.log import logger
-from deepspeed.ops.adam.rule import ADAM, AdamRule, takes_one_pass
+from deepspeed.ops.adam import ADAM, AdamRule, takes_one_pass
 from deepspeed.ops.batch_rule import update_
 from deepspeed.ops.moments import Group, moment_width
 from deepspeed.ops.muon import momentum
-from deepspeed.ops.muon.muon import WholeMatrices, update_matrices
-from deepspeed.ops.muon.newton_schulz import check_ns_method
+from deepspeed.ops.muon.muon import WholeMatrices, check_ns_method, update_matrices
 from deepspeed.ops.optimizer import BatchOptimizer, Closure, ParameterBatch, check_hyperparameters, evaluate, refuse
 
 MUON_DEFAULTS: Mapping[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0, "ns_method": "gram"}

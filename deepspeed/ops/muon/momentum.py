@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from deepspeed.ops import blockwise
-from deepspeed.ops.model.rows import takes
+from deepspeed.ops.model.linear import takes
 from deepspeed.ops.moments import wide
 from deepspeed.ops.one_pass import Conditions
 from deepspeed.ops.optimizer import contiguous

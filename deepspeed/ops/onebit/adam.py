@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deepspeed.ops.adam.rule import ADAM, AdamRule
+from deepspeed.ops.adam import ADAM, AdamRule
 from deepspeed.ops.batch_rule import BatchRule
 from deepspeed.ops.moments import Group
 from deepspeed.ops.onebit.base import Member, OneBitOptimizer, masked

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.batch_rule import BatchRule, update_
-from deepspeed.ops.lamb.rule import LAMB, LambRule
+from deepspeed.ops.lamb import LAMB, LambRule
 from deepspeed.ops.moments import Group
 from deepspeed.ops.onebit.base import Member, OneBitOptimizer, gradient_of, masked
 

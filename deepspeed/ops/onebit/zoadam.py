@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deepspeed.ops.adam.rule import ADAM, AdamRule
+from deepspeed.ops.adam import ADAM, AdamRule
 from deepspeed.ops.batch_rule import BatchRule
 from deepspeed.ops.moments import Group
 from deepspeed.ops.onebit.adam import corrections, denominator

@@ -25,7 +25,7 @@ BUILDERS: dict[str, tuple[str, str]] = {
     "TransformerBuilder": ("transformer", "deepspeed.ops.transformer"),
     "PinMemoryBuilder": ("pin_memory", "deepspeed.ops.aio.handle"),
     "AsyncIOBuilder": ("async_io", "deepspeed.ops.aio.handle"),
-    "GDSBuilder": ("gds", "deepspeed.ops.aio.gds"),
+    "GDSBuilder": ("gds", "deepspeed.ops.aio.handle"),
     "DeepCompileBuilder": ("dc", "DeepCompile"),
     "EvoformerAttnBuilder": ("evoformer_attn", "deepspeed.ops.evoformer"),
     "FPQuantizerBuilder": ("fp_quantizer", "deepspeed.ops.fp_quantizer"),

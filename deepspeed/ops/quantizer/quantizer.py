@@ -5,15 +5,18 @@ What `QuantizerBuilder().load()` returns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from deepspeed.errors import UsageError
 
-__all__ = ["ds_quantizer"]
+__all__ = ["GroupCodes", "Reduce", "ds_quantizer", "in_steps", "round_groups"]
 
 
 class QuantizationType(Enum):
@@ -84,6 +87,89 @@ def dequantize(
     return dequantize_fp32(quantized_data, params, groups, num_bits, quant_type).half()
 
 
+def swizzle_quant(
+    input_vals: Tensor,
+    groups: int,
+    num_bits: int,
+    quant_type: QuantizationType,
+    pipeline_size: int,
+    nodes: int,
+    devices_per_node: int,
+) -> tuple[Tensor, Tensor]:
+    """As `quantize`, of chunks for the devices of nodes, brought from the order of nodes to that of places in them.
+
+    Each of `pipeline_size` parts by itself.
+    """
+    return quantize(_swizzled(input_vals, pipeline_size, nodes, devices_per_node), groups, num_bits, quant_type)
+
+
+def loco_swizzle_quant(
+    input_vals: Tensor,
+    error_feedback: Tensor,
+    err_beta: float,
+    groups: int,
+    num_bits: int,
+    quant_type: QuantizationType,
+    pipeline_size: int,
+    nodes: int,
+    devices_per_node: int,
+) -> tuple[Tensor, Tensor]:
+    """As `swizzle_quant` of the sum with what was lost before; `error_feedback`, as swizzled, follows in place."""
+    wide = _swizzled(input_vals, pipeline_size, nodes, devices_per_node).float()
+    return _fed_back(wide, error_feedback, err_beta, groups, num_bits, quant_type)
+
+
+def quantized_reduction(
+    input_vals: Tensor,
+    input_scales: Tensor,
+    in_groups: int,
+    out_groups: int,
+    num_bits: int,
+    quant_type: QuantizationType,
+    devices_per_node: int,
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the mean of equal parts of `input_vals`, one from each device of a node."""
+    wide = dequantize_fp32(input_vals.view(-1), input_scales, in_groups, num_bits, quant_type)
+    return quantize(wide.view(devices_per_node, -1).mean(0), out_groups, num_bits, quant_type)
+
+
+def loco_quantized_reduction(
+    input_vals: Tensor,
+    input_scales: Tensor,
+    error_feedback: Tensor,
+    err_beta: float,
+    in_groups: int,
+    out_groups: int,
+    num_bits: int,
+    quant_type: QuantizationType,
+    devices_per_node: int,
+) -> tuple[Tensor, Tensor]:
+    """As `quantized_reduction` of the sum with what was lost before; `error_feedback` follows in place."""
+    wide = dequantize_fp32(input_vals.view(-1), input_scales, in_groups, num_bits, quant_type)
+    mean = wide.view(devices_per_node, -1).mean(0)
+    return _fed_back(mean, error_feedback, err_beta, out_groups, num_bits, quant_type)
+
+
+def _swizzled(values: Tensor, parts: int, nodes: int, devices: int) -> Tensor:
+    if values.numel() % (parts * nodes * devices):
+        raise UsageError(
+            f"swizzle_quant: {values.numel()} elements are not equal chunks for pipeline_size {parts} times nodes "
+            f"{nodes} times devices_per_node {devices}"
+        )
+    return values.reshape(parts, nodes, devices, -1).transpose(1, 2).reshape(-1)
+
+
+@torch.no_grad()
+def _fed_back(
+    wide: Tensor, error: Tensor, beta: float, groups: int, bits: int, quant_type: QuantizationType
+) -> tuple[Tensor, Tensor]:
+    wide = wide + error.view(-1)
+    codes, params = quantize(wide, groups, bits, quant_type)
+    lost = wide - dequantize_fp32(codes, params, groups, bits, quant_type)
+    error.copy_((beta * error.view(-1) + (1 - beta) * lost).view(error.shape))
+    return codes, params
+
+
 class CUDAQuantizer:
     """Weights in 8 bits with a scale for at most `target_group_size` neighbours, on any device."""
 
@@ -121,3 +207,78 @@ def _check(name: str, values: Tensor, groups: int, bits: int, allowed: range | t
     if bits not in allowed:
         expected = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else " or ".join(map(str, allowed))
         raise UsageError(f"{name}: bit_num is {bits}; expected {expected}")
+
+
+Reduce = Callable[[Tensor, Literal["max", "sum"]], Tensor]
+"""What makes a fact about this rank's part of groups one about the whole groups."""
+
+_TERNARY = 0.7
+"""Of 2 bits: what is smaller than this share of the mean magnitude becomes zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCodes:
+    """Groups `[groups, n]` as whole numbers, each times its group's `scale`, plus its `offset`, both `[groups, 1]`."""
+
+    codes: Tensor
+    """Whole numbers, in float32."""
+    scale: Tensor
+    offset: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        """The float32 numbers that they stand for."""
+        return self.codes * self.scale + self.offset
+
+
+def _alone(fact: Tensor, _: str) -> Tensor:
+    return fact
+
+
+def _coded(wide: Tensor, scale: Tensor, offset: Tensor, ends: tuple[int, int], noise: Tensor | None) -> GroupCodes:
+    """Rounded to nearest, ties to even; with `noise` of [0, 1) up or down, such that the mean is right."""
+    scaled = (wide - offset) / scale
+    codes = scaled.round() if noise is None else torch.floor(scaled + noise)
+    return GroupCodes(codes.clamp_(*ends), scale, offset)
+
+
+@torch.no_grad()
+def round_groups(
+    groups: Tensor, bits: int, *, asym: bool = False, noise: Tensor | None = None, reduce: Reduce | None = None
+) -> GroupCodes:
+    """Codes of groups `[groups, n]`: 1 bit is the sign, 2 bits have a zero, more are even steps; see `in_steps`."""
+    wide, reduce = groups.float(), reduce or _alone
+    if bits <= 2:
+        return _few(wide, bits, torch.zeros_like(wide[:, :1]), reduce)
+    high = reduce(wide.amax(1, keepdim=True), "max")
+    low = -reduce(-wide.amin(1, keepdim=True), "max")
+    return in_steps(wide, bits, (low, high), asym=asym, noise=noise)
+
+
+@torch.no_grad()
+def in_steps(
+    wide: Tensor, bits: int, span: tuple[Tensor, Tensor], *, asym: bool = False, noise: Tensor | None = None
+) -> GroupCodes:
+    """Codes of numbers of `span`, least and largest: 2 max|x| / 2^bits wide each, the codes around zero.
+
+    With `asym` (max - min) / 2^bits, and the codes begin at the multiple of it that is next to the least number.
+    """
+    low, high = span
+    if asym:
+        scale = torch.where(high > low, (high - low) / 2**bits, 1.0)
+        return _coded(wide, scale, (low / scale).round() * scale, (0, 2**bits - 1), noise)
+    top, half = torch.maximum(low.abs(), high.abs()), 2 ** (bits - 1)
+    return _coded(wide, torch.where(top > 0, top / half, 1.0), torch.zeros_like(top), (-half, half - 1), noise)
+
+
+def _few(wide: Tensor, bits: int, zero: Tensor, reduce: Reduce) -> GroupCodes:
+    """One bit: the sign times the mean magnitude. Two: zero, or the sign times the mean magnitude of what is not."""
+    counts = reduce(torch.full_like(zero, wide.shape[1]), "sum")
+    magnitude = wide.abs()
+    mean = reduce(magnitude.sum(1, keepdim=True), "sum") / counts
+    if bits == 1:
+        return GroupCodes(torch.where(wide < 0, -1.0, 1.0), mean, zero)
+    kept = magnitude > _TERNARY * mean
+    many = reduce(kept.sum(1, keepdim=True).float(), "sum").clamp(min=1)
+    scale = reduce((magnitude * kept).sum(1, keepdim=True), "sum") / many
+    return GroupCodes(wide.sign() * kept, scale, zero)

@@ -18,6 +18,12 @@ _TILE = 128
 """Tokens of a tile of flex attention's kernels; its blocks are multiples of it."""
 _SMALLEST_HEAD = 16
 """Elements of a head that its kernels can multiply."""
+_SMALL_TILES = {
+    "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32, "num_warps": 4,
+}  # fmt: skip
+"""Of its kernels, where a row of blocks has so much more than others that all wait for it."""
+_UNEVEN = 4
+"""So many times the mean."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +67,13 @@ class BlockPattern:
             mask_mod=allows,
             seq_lengths=(self.length, self.length),
         )
+
+    @functools.cached_property
+    def uneven(self) -> bool:
+        """True if some tokens attend to far more than most, or are attended to by far more."""
+        layout = self.layout.float()
+        most = max(float(layout.sum(dim).amax()) for dim in (1, 2))
+        return most * layout.shape[1] * len(layout) > _UNEVEN * float(layout.sum())
 
     def _larger(self, size: int) -> tuple[Tensor, Tensor]:
         """For blocks of `size` tokens: whether there is something in them, and whether nothing is left out."""
@@ -125,6 +138,8 @@ def flex(
             score = score + bias[tuple(at if size > 1 else torch.zeros_like(at) for at, size in places)]
         return score
 
+    # Biases take the shared memory in which further steps would be loaded.
+    options = {**(_SMALL_TILES if pattern.uneven else {}), **({"num_stages": 1} if wide else {})}
     out = run(
         query,
         key,
@@ -132,5 +147,6 @@ def flex(
         score_mod=biased if wide else None,
         block_mask=pattern.block_mask,
         scale=1 / math.sqrt(width),
+        kernel_options=options or None,
     )
     return out[..., :width].contiguous()

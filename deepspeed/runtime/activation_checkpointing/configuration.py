@@ -27,7 +27,7 @@ from deepspeed.config import DeepSpeedConfig, Schema, load
 from deepspeed.config.memory import ActivationCheckpointingConfig
 from deepspeed.errors import DeepSpeedConfigError, LayoutError
 from deepspeed.log import warn_once
-from deepspeed.memory.copy_stream import on_device
+from deepspeed.memory.streaming import on_device
 from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.layout import ParallelLayout
 from deepspeed.runtime.activation_checkpointing.offload import (

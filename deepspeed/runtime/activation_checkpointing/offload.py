@@ -20,7 +20,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
-from deepspeed.memory.copy_stream import CopyStream, PendingCopy, copy_stream_for
+from deepspeed.memory.streaming import CopyStream, PendingCopy, copy_stream_for
 
 
 class CheckpointingError(DeepSpeedError, RuntimeError):

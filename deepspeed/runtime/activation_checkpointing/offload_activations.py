@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.config.memory import ActivationCheckpointingConfig
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.memory.copy_stream import CopyStream, copy_stream_for, on_device
+from deepspeed.memory.streaming import CopyStream, copy_stream_for, on_device
 from deepspeed.runtime.activation_checkpointing.call import RecomputeContext
 from deepspeed.runtime.activation_checkpointing.offload import (
     ActivationOffload,

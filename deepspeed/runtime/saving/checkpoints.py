@@ -22,8 +22,8 @@ from deepspeed.checkpoint.formats.consolidate import scripts
 from deepspeed.checkpoint.formats.detect import ModelShare, open_checkpoint
 from deepspeed.checkpoint.formats.native import writer as safetensors_files
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files
+from deepspeed.checkpoint.formats.safe_load import StandIns
 from deepspeed.checkpoint.formats.source import Source
-from deepspeed.checkpoint.formats.stand_ins import StandIns
 from deepspeed.checkpoint.formats.training_state import TrainingState
 from deepspeed.checkpoint.formats.zero_files import writer as deepspeed_files
 from deepspeed.checkpoint.storage.block_writer import BLOCK, Stream, WriterOptions

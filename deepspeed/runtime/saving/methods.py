@@ -19,7 +19,9 @@ from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.storage.durable import gibibytes
 from deepspeed.checkpoint.storage.manager import default_tag
+from deepspeed.config.features import plugins
 from deepspeed.config.memory import read_size
+from deepspeed.config.schema import CHECKPOINT_ENGINES
 from deepspeed.config.zero import OffloadStateTypeEnum as Kind
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError, DeepSpeedError, UsageError
 from deepspeed.events import RunContinued
@@ -27,9 +29,16 @@ from deepspeed.log import NOTICE, log_dist, logger
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.checkpoints import Checkpoints, leftovers, plain_copy
-from deepspeed.runtime.saving.model_state import collect, gather_experts, join_slices, load, load_by, write_model
+from deepspeed.runtime.saving.model_state import (
+    WeightBuckets,
+    collect,
+    gather_experts,
+    join_slices,
+    load,
+    load_by,
+    write_model,
+)
 from deepspeed.runtime.saving.restoring import LoadRequest, rates, warn_of_rates
-from deepspeed.runtime.saving.stream import WeightBuckets
 from deepspeed.runtime.saving.training_state import RunState, continue_scale
 from deepspeed.tensor_parallel import cut_state
 from deepspeed.zero.interface import shards_of
@@ -69,6 +78,22 @@ class CheckpointMethods:
         self._checkpoints.plug = engine if plugged else None
         if plugged:
             self._parts.resources.callback(engine.cleanup)
+
+    def _plug_in(self) -> None:
+        """Take the checkpoint engine that a section of the config asks for, and an installed package brings."""
+        found = plugins(self._parts.config.schema, CHECKPOINT_ENGINES)
+        if len(found) > 1:
+            keys = " and ".join(key for key, _ in found)
+            raise DeepSpeedConfigError(f"{keys} ask for a checkpoint engine each; remove one", path=found[0][0])
+        for key, point in found:
+            made = point.load()(self._parts.config._param_dict, self._parts.layout.world.rank)
+            if not isinstance(made, CheckpointEngine):
+                raise DeepSpeedConfigError(
+                    f"{key}: the entry point {point.value!r} of {CHECKPOINT_ENGINES} gave a {type(made).__name__}; "
+                    "expected a deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine",
+                    path=key,
+                )
+            self.checkpoint_engine = made
 
     def save_checkpoint(
         self,

@@ -23,8 +23,7 @@ from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.ops.optimizer import BatchOptimizer
 from deepspeed.ops.precompile import Scene
 from deepspeed.precision.scale import LossScale
-from deepspeed.runtime.backward import Backward
-from deepspeed.runtime.model_parameters import ModelParameters
+from deepspeed.runtime.backward import Backward, ModelParameters
 from deepspeed.zero.interface import (
     GradientReducer,
     OptimizerStates,

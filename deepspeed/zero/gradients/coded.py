@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from logging import WARNING
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.comm import Pending
-from deepspeed.comm.codec import BlockCodec, block_codec
-from deepspeed.log import warn_once
+from deepspeed.comm.codec import BlockCodec, Parts, block_codec
+from deepspeed.log import log_dist, warn_once
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.gradients.reduction import (
     EvenShares,
@@ -63,10 +65,35 @@ class Slices:
             tuple(self.parts[at] for at in pick), tuple(self.lengths[at] for at in pick), tuple(owners), self.alike
         )
 
+    @property
+    def rows(self) -> int:
+        """Slices that are alike are the rows of a table; others are one row."""
+        return len(self.parts) if self.alike else 1
+
+    @cached_property
+    def places(self) -> Parts:
+        """Where parts lie in a row."""
+        if self.alike:
+            return tuple((part.start, part.length) for part in self.parts[0])
+        begins = accumulate(self.lengths, initial=0)
+        return tuple(
+            (begin + part.start, part.length)
+            for begin, parts in zip(begins, self.parts, strict=False)
+            for part in parts
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """What memories call the parts of a row."""
+        if self.alike:
+            return [part.name for part in self.parts[0]]
+        pairs = zip(self.owners, self.parts, strict=True)
+        return [f"{owner}.{part.name}" for owner, parts in pairs for part in parts]
+
     def nbytes(self, codec: BlockCodec) -> list[int]:
         """Bytes of the codes of each slice."""
         if self.alike:
-            return [sum(codec.nbytes(part.length) for part in self.parts[0])] * len(self.parts)
+            return [codec.parts_bytes(self.places)] * len(self.parts)
         return [sum(codec.nbytes(part.length) for part in parts) for parts in self.parts]
 
 
@@ -199,49 +226,22 @@ class CodedReduction:
     def _encode(self, hop: int, values: Tensor, slices: Slices) -> Tensor:
         """The codes of all parts, slice after slice."""
         message = values.new_empty(sum(slices.nbytes(self.codec)), dtype=torch.uint8)
-        at = 0
-        if slices.alike:
-            rows, to = values.view(len(slices.parts), -1), message.view(len(slices.parts), -1)
-            for part in slices.parts[0]:
-                size = self.codec.nbytes(part.length)
-                self._one(f"{hop}.{part.name}", rows.narrow(1, part.start, part.length), to.narrow(1, at, size))
-                at += size
-            return message
-        begin = 0
-        for owner, parts, length in zip(slices.owners, slices.parts, slices.lengths, strict=True):
-            for part in parts:
-                size = self.codec.nbytes(part.length)
-                key = f"{hop}.{owner}.{part.name}"
-                self._one(key, values.narrow(0, begin + part.start, part.length), message.narrow(0, at, size))
-                at += size
-            begin += length
-        return message
-
-    def _one(self, key: str, values: Tensor, message: Tensor) -> None:
+        rows, to = values.view(slices.rows, -1), message.view(slices.rows, -1)
         if self.memory is None:
-            self.codec.encode(values, message)
-        else:
-            self.memory.encode(self.codec, key, values, message)
+            self.codec.encode_parts(slices.places, rows, to)
+            return message
+        at = 0
+        for (start, length), name in zip(slices.places, slices.names, strict=True):
+            size = self.codec.nbytes(length)
+            self.memory.encode(self.codec, f"{hop}.{name}", rows.narrow(1, start, length), to.narrow(1, at, size))
+            at += size
+        return message
 
     def _sum(self, rows: Tensor, slices: Slices) -> Tensor:
         """The float32 sums of what rows of codes say, slice after slice; zero between the parts."""
         sums = torch.zeros(sum(slices.lengths), dtype=torch.float32, device=rows.device)
-        at = 0
-        if slices.alike:
-            count = len(slices.parts)
-            codes, out = rows.view(len(rows), count, -1), sums.view(count, -1)
-            for part in slices.parts[0]:
-                size = self.codec.nbytes(part.length)
-                self.codec.decode_sum(codes.narrow(2, at, size), out.narrow(1, part.start, part.length))
-                at += size
-            return sums
-        begin = 0
-        for parts, length in zip(slices.parts, slices.lengths, strict=True):
-            for part in parts:
-                size = self.codec.nbytes(part.length)
-                self.codec.decode_sum(rows.narrow(1, at, size), sums.narrow(0, begin + part.start, part.length))
-                at += size
-            begin += length
+        codes, out = rows.view(len(rows), slices.rows, -1), sums.view(slices.rows, -1)
+        self.codec.sum_parts(slices.places, codes, out)
         return sums
 
     def _end(self, sums: Tensor) -> Tensor:
@@ -259,10 +259,17 @@ class CodedReduction:
         return {"steps": torch.tensor(self.memory.steps), **self.memory.errors}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See `Reduction`; errors of another codec or other ranks are noticed where they are used."""
-        if self.memory is not None:
-            self.memory.errors = {key: value.clone() for key, value in state.items() if key != "steps"}
-            self.memory.steps = int(state.get("steps", torch.tensor(0)))
+        """See `Reduction`; errors of other shapes are noticed where they are used."""
+        if self.memory is None:
+            return
+        self.memory.errors = {key: value.clone() for key, value in state.items() if value.dtype == torch.uint8}
+        self.memory.steps = int(state.get("steps", torch.tensor(0)))
+        if "steps" not in state:
+            log_dist(
+                "zero_optimization.zeropp_loco_param: the checkpoint has no errors of codes for this number of ranks; "
+                "they begin anew, from zero",
+                level=WARNING,
+            )
 
     def close(self) -> None:
         if self.memory is not None:

@@ -68,8 +68,14 @@ class GradientHooks:
             if first is not None:
                 first()
             self.dirty = True
-            if self.armed and self.final and number is not None:
+            if number is None or not self.armed or not self.final:
+                return
+            if self._whole:
                 self._note(name, number)
+                return
+            if self.clock is not None:
+                self.departures.positions[number] = self.clock()
+            self.departures.arrive(number)
 
         self._handles.append(param.register_post_accumulate_grad_hook(arrived))
 
@@ -137,11 +143,10 @@ class GradientHooks:
         self._handles.clear()
 
     def _note(self, name: str, number: int) -> None:
-        if self._whole and self._task != -1 and self._task != _graph_task():
+        """A whole gradient has arrived, which is reduced where it lies."""
+        if self._task != -1 and self._task != _graph_task():
             self._reentrant, self.departures.early = True, False
-        if self.clock is not None:
-            self.departures.positions[number] = self.clock()
-        if not self.departures.arrive(number) and self._whole:
+        if not self.departures.arrive(number):
             raise CommError(
                 f"the gradient of {name!r} arrived again after it had been sent to the other ranks. The graph of "
                 "this step differs from the last one's; wrap its backward calls in "

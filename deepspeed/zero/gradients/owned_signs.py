@@ -174,7 +174,7 @@ class OwnedSigns(SignReduction):
             return
         own, columns = self._mean_of_signs(advanced, "signs of momenta")
         everything = own.new_empty(self.size, own.shape[1])
-        with comm.labelled("signs of mean momenta"):
+        with comm.labelled("signs of mean momenta", codec=SIGN.name):
             comm.all_gather_into_tensor(everything.view(-1), own.view(-1), group=self._axis.group)
         self._momenta = everything
         self._columns = {key: (column, rates[key]) for key, column in columns.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from logging import WARNING
 from typing import Any
 
 import torch
@@ -158,7 +159,8 @@ class SignReduction:
             log_dist(
                 f"{type(self._optimizer).__name__}: the checkpoint has no errors of signs for {name} with "
                 f"{sizes[0]} and {sizes[1]} elements; they begin anew, from zero. It was saved at another stage, or "
-                "with other parameters"
+                "with other parameters",
+                level=WARNING,
             )
         return self._errors[key]
 
@@ -179,7 +181,8 @@ class SignReduction:
         if not state and self._optimizer.steps and self._optimizer.local:
             log_dist(
                 f"{type(self._optimizer).__name__}: the checkpoint has no errors of signs for this number of ranks; "
-                "they begin anew, from zero"
+                "they begin anew, from zero",
+                level=WARNING,
             )
 
     def close(self) -> None:

@@ -104,6 +104,39 @@ def reduce_rows(param: nn.Parameter, group: Any, size: int, factor: float) -> Te
     return torch.zeros_like(param).index_add_(0, indices, values)
 
 
+@torch.no_grad()
+def sparse_allreduce(sparse: Tensor, dp_group: Any, dp_world_size: int | None = None) -> Tensor:
+    """The mean over a group of sparse gradients; divided by `dp_world_size`, if that is given."""
+    size = comm.get_world_size(dp_group)
+    found = _gather(sparse, sparse, dp_group, size, 1.0 / (dp_world_size or size))
+    assert found is not None, "this rank has a gradient"
+    indices, values = found
+    return torch.sparse_coo_tensor(indices.unsqueeze(0), values, sparse.shape, check_invariants=False).coalesce()
+
+
+def sparse_allreduce_bucket(bucket: list[Tensor], dp_group: Any, dp_world_size: int | None = None) -> list[Tensor]:
+    """`sparse_allreduce` of each."""
+    return [sparse_allreduce(each, dp_group, dp_world_size) for each in bucket]
+
+
+@torch.no_grad()
+def sparse_allreduce_no_retain(bucket: list[Tensor], dp_group: Any, dp_world_size: int | None = None) -> None:
+    """`sparse_allreduce` of each, in its place."""
+    for each, mean in zip(bucket, sparse_allreduce_bucket(bucket, dp_group, dp_world_size), strict=True):
+        each.copy_(mean)
+
+
+@torch.no_grad()
+def sparse_all_gather(value: Tensor, dp_group: Any) -> list[Tensor]:
+    """What each rank of a group has, of any length."""
+    size, length = comm.get_world_size(dp_group), torch.tensor([len(value)], device=value.device)
+    lengths = length.new_empty(size)
+    comm.all_gather_into_tensor(lengths, length, group=dp_group)
+    counts = lengths.tolist()
+    rows = _padded_gather(value, max(counts), size, dp_group).view(size, max(counts), *value.shape[1:])
+    return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+
 def _touched(grad: Tensor) -> Tensor:
     """A dense gradient as a sparse one of its rows that are not zero."""
     rows = grad.reshape(grad.shape[0], -1).any(dim=1).nonzero().squeeze(1)

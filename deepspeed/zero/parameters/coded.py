@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from deepspeed.comm import Pending
 from deepspeed.comm.codec import BlockCodec, Codec
 from deepspeed.errors import UsageError
 from deepspeed.log import NOTICE, log_dist, warn_once
-from deepspeed.zero.parameters.gather import PLAIN, FlatBlocks, Gather, GatherFor
+from deepspeed.zero.parameters.gather import PLAIN, FlatBlocks, Gather, GatherFor, NodeHops, gather_rows
 from deepspeed.zero.parameters.shard import Shard, rest_as, shards_of
 
 _SMALL = 2048  # elements below which codes would save less than they cost
@@ -39,6 +40,7 @@ class CodedGather:
     codec: BlockCodec | None
     """None: only what rests as codes."""
     plain: Gather[Shard]
+    hops: NodeHops | None = None
 
     @torch.no_grad()
     def start(self, shards: Sequence[Shard], serves: GatherFor) -> None:
@@ -61,18 +63,21 @@ class CodedGather:
         axis, codecs = shards[0].axis, [self._codec_of(shard) for shard in shards]
         sizes = [codec.nbytes(shard.chunk) for codec, shard in zip(codecs, shards, strict=True)]
         mine = torch.empty(sum(sizes), dtype=torch.uint8, device=shards[0].device)
-        for shard, codec, message in zip(shards, codecs, mine.split(sizes), strict=True):
-            if shard.codec is None and shard.stored.device == message.device:
-                codec.encode(shard.stored, message)
-            else:
+        if self.codec is not None and all(_is_here(shard) for shard in shards):
+            ends = list(accumulate(shard.chunk for shard in shards))
+            parts = tuple((end - shard.chunk, shard.chunk) for end, shard in zip(ends, shards, strict=True))
+            chunks = torch.cat([shard.stored for shard in shards])
+            self.codec.encode_parts(parts, chunks.view(1, -1), mine.view(1, -1))
+        else:
+            for shard, codec, message in zip(shards, codecs, mine.split(sizes), strict=True):
                 codes = codec.encode(shard.stored) if shard.codec is None else shard.stored
                 message.copy_(codes, non_blocking=True)
         name = " and ".join(dict.fromkeys(codec.name for codec in codecs))
         gathered, work = mine, None
         if axis.size > 1:
-            gathered = mine.new_empty(axis.size * mine.numel())
             with comm.labelled(f"{name} codes of {shards[0].name} … {shards[-1].name}", codec=name):
-                work = comm.all_gather_into_tensor(gathered, mine, group=axis.group, async_op=True)
+                work = gather_rows(mine, axis, self.hops)
+            gathered = work.result
 
         def unpack(rows: Tensor) -> Tensor:
             parts = rows.view(axis.size, -1).split(sizes, dim=1)
@@ -91,6 +96,11 @@ class CodedGather:
         codec = self.codec if shard.codec is None else shard.codec
         assert codec is not None, "what rests in its dtype travels plain without a codec"
         return codec
+
+
+def _is_here(shard: Shard) -> bool:
+    """Whether numbers lie on the device."""
+    return shard.codec is None and shard.stored.device == shard.device
 
 
 def travel_as_codes(shard: Shard, ways: dict[int, CodedGather]) -> None:

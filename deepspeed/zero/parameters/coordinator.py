@@ -30,7 +30,7 @@ class FetchCoordinator:
         """A use of each shard, by its number."""
         self._forwards: set[tuple[object, ...]] = set()
         """The kinds of forward with gradients since the last backward."""
-        self._stack: list[tuple[ModuleUse, tuple[Shard, ...]]] = []
+        self.stack: list[tuple[ModuleUse, tuple[Shard, ...]]] = []
         """The modules that run inside each other, with what they hold."""
         self._backward: dict[ModuleUse, set[Shard]] = {}
         """The uses of which backward is running, with what they hold."""
@@ -66,7 +66,7 @@ class FetchCoordinator:
         self.forget_graphs()
         self.schedule.clear()
         self._users.clear()
-        self._stack.clear()
+        self.stack.clear()
         self._backward.clear()
         self._holders.clear()
         self._inputs_done.clear()
@@ -84,7 +84,7 @@ class FetchCoordinator:
     @property
     def current(self) -> ModuleUse | None:
         """The innermost module that is running."""
-        return self._stack[-1][0] if self._stack else None
+        return self.stack[-1][0] if self.stack else None
 
     def first_uses(self) -> Iterator[nn.Parameter]:
         """Parameters in the order in which the first forward used them, the same on all ranks."""
@@ -100,26 +100,27 @@ class FetchCoordinator:
             self.bring_back()
             self.schedule.open(("forward", use.number, *self.kind, torch.is_grad_enabled()), use)
         self.schedule.need(use)
-        shards = tuple(use.shards)
+        shards, number = tuple(use.shards), use.number
         for shard in shards:
-            _hold(use, shard)
-        self._stack.append((use, shards))
+            shard.holds += 1
+            shard.users.add(number)
+        self.stack.append((use, shards))
 
     def leave(self, use: ModuleUse) -> None:
         """A module has run, or failed."""
         if self.in_backward:
             self._keep_frozen(use)
-        if self._pop(use) and not self._stack and not self.in_backward and self.schedule.running:
+        if self._pop(use) and not self.stack and not self.in_backward and self.schedule.running:
             if self.schedule.grad:
                 self._forwards.add(self.schedule.key)
             self.schedule.close()
 
     def _pop(self, use: ModuleUse) -> bool:
         """Modules above it were left by an exception. False if it never began."""
-        if not self._stack or (self._stack[-1][0] is not use and not any(top is use for top, _ in self._stack)):
+        if not self.stack or (self.stack[-1][0] is not use and not any(top is use for top, _ in self.stack)):
             return False
         while True:
-            top, shards = self._stack.pop()
+            top, shards = self.stack.pop()
             for shard in shards:
                 _loosen(top, shard)
             self.schedule.left(top, shards)
@@ -134,24 +135,24 @@ class FetchCoordinator:
 
     def also(self, shard: Shard) -> None:
         """The running module needs one more parameter, now and whenever it runs."""
-        if not self._stack:
+        if not self.stack:
             return
-        use, held = self._stack[-1]
+        use, held = self.stack[-1]
         if shard not in use.shards:
             self.schedule.extend(use, shard)
         self.schedule.need(use)
         if shard not in held:
             _hold(use, shard)
-            self._stack[-1] = use, (*held, shard)
+            self.stack[-1] = use, (*held, shard)
 
     def hand_over(self, use: ModuleUse, shard: Shard) -> None:
         """A module returns one of its parameters: whoever called it uses that from now on, until it ends."""
-        caller = next((top for top, _ in reversed(self._stack) if top is not use), None)
+        caller = next((top for top, _ in reversed(self.stack) if top is not use), None)
         if caller is not None and shard not in caller.shards:
             self.schedule.extend(caller, shard)
-            place = next(i for i, (top, _) in enumerate(self._stack) if top is caller)
+            place = next(i for i, (top, _) in enumerate(self.stack) if top is caller)
             _hold(caller, shard)
-            self._stack[place] = caller, (*self._stack[place][1], shard)
+            self.stack[place] = caller, (*self.stack[place][1], shard)
 
     # ---- backward: modules wait for the gradients of their parameters
 
@@ -225,19 +226,22 @@ class FetchCoordinator:
         for shard in kept:
             shard.holds -= 1
         self.schedule.let_go(kept)
+        self.schedule.split_blocks()
 
     def before_weights(self, params: Iterable[Tensor]) -> None:
         """The gradients of these are computed next, apart from those of their modules' inputs."""
         for shard in shards_of(params):
             if shard.number in self._users:
-                self.before_backward(self._users[shard.number])
+                use = self._users[shard.number]
+                self.before_backward(use.inside or use)
 
     def gradient_arrived(self, shard: Shard) -> None:
         """Every use of a trained parameter in this backward is over: its gradient is there."""
         holders: Collection[ModuleUse] = self._holders.get(shard, ())
         for use in sorted(holders, key=lambda use: use.number) if len(holders) > 1 else tuple(holders):
             self._drop(use, (shard,))
-            self._drop_frozen(use)
+            if use in self._inputs_done:
+                self._drop_frozen(use)
 
     def inputs_done(self, use: ModuleUse) -> None:
         """The gradients of all inputs of a module are known, so nothing but its own parameters can be missing."""

@@ -96,6 +96,8 @@ class FetchSchedule:
         self._keep: dict[int, frozenset[int]] = {}
         self.kept: frozenset[int] = frozenset()
         """What stays whole for the next pass."""
+        self._partly_used: set[int] = set()
+        """Blocks that are one use, of which ranks did not use all."""
         self.first: list[int] = []
         """The uses of the last forward that was asked for, in order."""
         self.departing: LeavingBuckets | None = None
@@ -121,8 +123,17 @@ class FetchSchedule:
     def clear(self) -> None:
         """Forget every use and every plan."""
         self._known.clear()
+        self._partly_used.clear()
         self.uses.clear()
         self._pass = None
+
+    def split_blocks(self) -> None:
+        """No graph is left: blocks of which ranks did not use all are one use no more; see [Note: joined blocks]."""
+        for number in sorted(self._partly_used):
+            self.uses[number].split()
+        if self._partly_used:
+            self._partly_used = set()
+            self.invalidate()
 
     def invalidate(self) -> None:
         """Forget the plans."""
@@ -402,8 +413,11 @@ class FetchSchedule:
 
     def _agree(self, mine: tuple[int, ...], served: tuple[int, ...]) -> bool:
         code = digest(mine) + 1 if mine == served else DONE
-        codes = self._agreement.exchange([code, 0, 0, 0], "comparison of traces")[:, 0]
-        return code != DONE and bool((codes == code).all())
+        partly = [use.number for use in self.uses.values() if len({part.ran for part in use.parts}) > 1]
+        said = self._agreement.exchange([code, bool(partly), 0, 0], "comparison of traces")
+        if bool(said[:, 1].any()):
+            self._partly_used = self._agreement.union(partly, max(self.uses) + 1)
+        return code != DONE and bool((said[:, 0] == code).all())
 
     def _explain(self, now: _Pass) -> None:
         if now.strayed and self._log_traces:

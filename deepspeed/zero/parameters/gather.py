@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
+from deepspeed.accelerator.side_stream import SideStream
 from deepspeed.comm import Pending
-from deepspeed.comm.coalesced import BATCHING, all_gather_coalesced, broadcast_coalesced
+from deepspeed.comm.coalesced import BATCHING, all_gather_lines, broadcast_coalesced
 from deepspeed.comm.groups import played_backend
+from deepspeed.comm.pending import EventWait, WaitableWork
 from deepspeed.comm.point_to_point import gather_parts
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters.shard import Shard
@@ -106,6 +108,69 @@ class Cut(NamedTuple):
         return shard.rows if self.axis is shard.axis else shard.flat.view(self.axis.size, -1)
 
 
+@dataclass(frozen=True, eq=False)
+class NodeHops:
+    """Gathers in two hops where an axis spans nodes: among the ranks of one place in all nodes, then within a node.
+
+    A chunk goes to each other node once, and never through a rank of a third one.
+    """
+
+    side: SideStream
+    """Where a device waits for the first hop."""
+
+    def start(self, mine: Tensor, axis: AxisGroup) -> GatheredRows:
+        """What all ranks of the axis have; see `gather_rows`."""
+        assert axis.nodes is not None, "its nodes are known"
+        inter, intra = axis.nodes
+        gathered, first = mine.new_empty(axis.size * mine.numel()), mine.new_empty(inter.size * mine.numel())
+        with self.side:
+            comm.all_gather_into_tensor(first, mine, group=inter.group)
+            second = mine.new_empty(gathered.numel())
+            work = comm.all_gather_into_tensor(second, first, group=intra.group, async_op=True)
+            if not self.side.device:
+                return GatheredRows(gathered, work, lambda: _by_node(second, gathered, axis))
+            work.wait()
+            _by_node(second, gathered, axis)
+        return GatheredRows(gathered, EventWait(self.side.record()), lambda: None, (mine, first, second))
+
+
+def _by_node(second: Tensor, gathered: Tensor, axis: AxisGroup) -> None:
+    """Bring rows from the order of places and then nodes to that of ranks."""
+    assert axis.nodes is not None, "its nodes are known"
+    inter, intra = axis.nodes
+    gathered.view(inter.size, intra.size, -1).copy_(second.view(intra.size, inter.size, -1).transpose(0, 1))
+
+
+@dataclass(eq=False)
+class GatheredRows:
+    """What all ranks of an axis have, side by side, once it is waited for."""
+
+    result: Tensor
+    work: WaitableWork
+    last: Callable[[], None] = lambda: None
+    """What is left to do then."""
+    kept: tuple[Tensor, ...] = ()
+    """What a stream still reads until then."""
+
+    def wait(self) -> None:
+        """See `WaitableWork`."""
+        self.work.wait()
+        self.last()
+        self.kept = ()
+
+    def is_completed(self) -> bool:
+        """See `WaitableWork`."""
+        return self.work.is_completed()
+
+
+def gather_rows(mine: Tensor, axis: AxisGroup, hops: NodeHops | None) -> GatheredRows:
+    """What all ranks of an axis have, in their order; by `hops` where nodes are known."""
+    if hops is not None and axis.nodes is not None:
+        return hops.start(mine, axis)
+    gathered = mine.new_empty(axis.size * mine.numel())
+    return GatheredRows(gathered, comm.all_gather_into_tensor(gathered, mine, group=axis.group, async_op=True))
+
+
 def _by_chunk(shard: Shard) -> Cut:
     return Cut(shard, shard.axis, shard.sent)
 
@@ -117,8 +182,8 @@ class PlainGather:
     by_all_reduce: bool = False
     one_by_one: bool = False
     cut: Callable[[Shard], Cut] = _by_chunk
+    hops: NodeHops | None = None
 
-    @torch.no_grad()
     def start(self, shards: Sequence[Shard], serves: GatherFor) -> None:
         kinds: dict[Any, list[Cut]] = {}
         alike: list[Cut] = []
@@ -134,6 +199,10 @@ class PlainGather:
             latest = cut
         for (_, axis), alike in kinds.items():
             group = axis.group
+            if self.hops is not None and axis.nodes is not None:
+                for few in [[cut] for cut in alike] if self.one_by_one else [alike]:
+                    _packed(few, axis, self.hops)
+                continue
             backend = _backend(group)
             limit = 1 << 60 if backend in BATCHING else _WORTH_PACKING.get(backend, _WORTH_PACKING["others"])
             together = [] if self.one_by_one else [cut for cut in alike if cut.sent.nbytes < limit]
@@ -142,7 +211,7 @@ class PlainGather:
             elif backend in BATCHING:
                 _batched(together, group)
             else:
-                _packed(together, group)
+                _packed(together, axis)
             known = {id(cut.shard) for cut in together}
             for cut in alike if len(known) < len(alike) else ():
                 if id(cut.shard) not in known:
@@ -240,22 +309,18 @@ def _batched(cuts: Sequence[Cut], group: Any) -> None:
     for cut in cuts:
         cut.shard.allocate()
     with comm.labelled(_label(cuts)):
-        work = all_gather_coalesced(
-            [cut.shard.flat for cut in cuts], [cut.sent for cut in cuts], group=group, async_op=True
-        )
+        work = all_gather_lines([cut.shard.flat for cut in cuts], [cut.sent for cut in cuts], group)
     shared: Pending[Any] = Pending(None, work)
     for cut in cuts:
         cut.shard.pending = shared
 
 
-def _packed(cuts: Sequence[Cut], group: Any) -> None:
+def _packed(cuts: Sequence[Cut], axis: AxisGroup, hops: NodeHops | None = None) -> None:
     """One operation over parts side by side; parameters get their memory when it is through."""
     sizes = [cut.sent.numel() for cut in cuts]
-    world = cuts[0].axis.size
-    mine = torch.cat([cut.sent for cut in cuts])
-    gathered = mine.new_empty(world * mine.numel())
+    world = axis.size
     with comm.labelled(_label(cuts)):
-        work = comm.all_gather_into_tensor(gathered, mine, group=group, async_op=True)
+        came = gather_rows(torch.cat([cut.sent for cut in cuts]), axis, hops)
 
     def unpack(rows: Tensor) -> Tensor:
         mine = [cut for cut in cuts if cut.shard.pending is shared]  # others were gathered again since
@@ -271,7 +336,7 @@ def _packed(cuts: Sequence[Cut], group: Any) -> None:
                         cut.rows.copy_(part)
         return rows.new_empty(0)
 
-    shared = Pending(gathered, work, unpack)
+    shared = Pending(came.result, came, unpack)
     for cut in cuts:
         cut.shard.pending = shared
 

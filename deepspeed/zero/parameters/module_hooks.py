@@ -14,7 +14,7 @@ from deepspeed.zero.parameters.coordinator import FetchCoordinator
 from deepspeed.zero.parameters.nested_tensors import tensors_in
 from deepspeed.zero.parameters.shapes import WholeShapes
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
-from deepspeed.zero.parameters.uses import ModuleUse, blocks_of
+from deepspeed.zero.parameters.uses import ModuleUse, blocks_of, joined_blocks
 from deepspeed.zero.public.leaf import set_z3_leaf_module, z3_leaf_module
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -106,6 +106,9 @@ class ModuleHooks:
         self._coordinator = coordinator
         self._uses = 0
         self._blocks: dict[int, int] = {}
+        self._joinable: set[int] = set()
+        self._joined: dict[int, ModuleUse] = {}
+        """Blocks that are one use, by their numbers; see [Note: joined blocks]."""
         self._watched: list[nn.Module] = []
         self._known: set[int] = set()
         self._made = Shard.made
@@ -123,8 +126,12 @@ class ModuleHooks:
         if not any(not shard.persistent for shard in shards_of(self._root.parameters())):
             return
         self._blocks, _ = blocks_of(self._root)
+        limits = self._coordinator.schedule.limits
+        if not self._captured:
+            self._joinable = joined_blocks(self._root, self._blocks, min(limits.ahead, limits.live))
         for name, module, shards in self._units():
             self._hook(name, module, shards)
+        self._joinable, self._joined = set(), {}
 
     def look_again(self) -> None:
         """Hook modules that were added to the model since, if any parameter was sharded since."""
@@ -228,7 +235,8 @@ class ModuleHooks:
                 below.update(id(child) for child in module.modules() if child is not module)
             shards = [s for s in shards_of(module.parameters(recurse=leaf)) if s.numel]
             shards += [s for s in shards_of(external_parameters(module).values()) if s not in shards]
-            if any(not shard.persistent for shard in shards) or module is self._root:
+            outermost = module is self._root or id(module) in self._joinable
+            if outermost or any(not shard.persistent for shard in shards):
                 yield name or type(module).__name__, module, shards
             else:
                 self._known.add(id(module))
@@ -237,6 +245,10 @@ class ModuleHooks:
         use = ModuleUse(self._uses, name, module, shards, self._blocks.get(id(module), -1))
         self._uses += 1
         self._known.add(id(module))
+        if id(module) in self._joinable:
+            self._joined[use.block] = use
+        elif use.block in self._joined:
+            self._joined[use.block].join(use)
         self._coordinator.add(use)
         pre, post = self._make(use)
         self.handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
@@ -248,10 +260,14 @@ class ModuleHooks:
 
     def _make(self, use: ModuleUse) -> tuple[Callable[..., None], Callable[..., None]]:
         coordinator = self._coordinator
+        stack = coordinator.stack
 
         def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not use.module:
                 return  # a copy of the module, which got the hook with everything else
+            if stack and stack[-1][0] is use.inside:
+                use.ran = True
+                return
             coordinator.enter(use)
             if torch.is_grad_enabled() and (
                 (self.watches_inputs and use.shards) or any(not shard.param.requires_grad for shard in use.shards)
@@ -259,10 +275,11 @@ class ModuleHooks:
                 self._watch_inputs(use, (args, kwargs))
 
         def post(module: nn.Module, args: Any, output: Any) -> None:
-            if module is not use.module:
+            if module is not use.module or (stack and stack[-1][0] is use.inside):
                 return
-            tensors = (output,) if type(output) is Tensor else tuple(tensors_in(output))
-            if any(isinstance(tensor, nn.Parameter) for tensor in tensors):
+            tensors: tuple[Tensor, ...] = (output,)
+            if type(output) is not Tensor:
+                tensors = tuple(tensors_in(output))
                 for shard in shards_of(tensors):  # whoever called the module uses them then
                     coordinator.hand_over(use, shard)
             coordinator.leave(use)

@@ -228,8 +228,8 @@ class Shard:
         """Give the whole parameter its memory back; what is in it is undefined."""
         if self.alone or self.whole:
             return
-        size = self.flat.numel() * self.flat.element_size()
-        if self._memory.size() != size:
+        size = self.flat.nbytes
+        if self._memory.nbytes() != size:
             self._memory.resize_(size)
 
     def arrive(self) -> None:

@@ -1,4 +1,11 @@
-"""Uses: modules with the parameters that have to be whole while they run, and blocks of modules."""
+"""Uses: modules with the parameters that have to be whole while they run, and blocks of modules.
+
+[Note: joined blocks] The parameters of a block that fits are gathered together. So the block is one use: while its
+forward runs, hooks on the modules inside return at once, which spares the host most of its work. Outside of it they
+gather for themselves. Modules in lists may be chosen by the data (experts), so a block with a list inside is not
+joined. Nor is one of which the first backward has not used all, from the next step on: nothing would tell that the
+gradients of the rest do not come.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +33,12 @@ class ModuleUse:
     """See [Note: blocks] in fetch_plan.py."""
     events: dict[bool, UseEvent] = field(default_factory=dict)
     """The begin and the end of it, as traces have them; made anew when it uses more."""
+    parts: list[ModuleUse] = field(default_factory=list)
+    """The uses inside of a block that is one use; see [Note: joined blocks]."""
+    inside: ModuleUse | None = None
+    """The block that holds the parameters while it runs."""
+    ran: bool = False
+    """It has run inside of that."""
 
     def event(self, enter: bool) -> UseEvent:
         """Its begin or its end."""
@@ -39,6 +52,21 @@ class ModuleUse:
         """It uses one more parameter from now on."""
         self.shards.append(shard)
         self.events.clear()
+
+    def join(self, part: ModuleUse) -> None:
+        """Hold what a use inside of this one needs."""
+        self.parts.append(part)
+        part.inside = self
+        self.shards += [shard for shard in part.shards if shard not in self.shards]
+
+    def split(self) -> None:
+        """Let the uses inside hold what they need."""
+        theirs = {shard.number for part in self.parts for shard in part.shards}
+        self.shards = [shard for shard in self.shards if shard.number not in theirs]
+        self.events.clear()
+        for part in self.parts:
+            part.inside = None
+        self.parts.clear()
 
 
 def blocks_of(root: nn.Module) -> tuple[dict[int, int], int]:
@@ -67,6 +95,20 @@ def blocks_of(root: nn.Module) -> tuple[dict[int, int], int]:
         else:
             pending += reversed(children)
     return found, largest
+
+
+def joined_blocks(root: nn.Module, blocks: dict[int, int], limit: int) -> set[int]:
+    """Ids of the `blocks` that are one use, by [Note: joined blocks]; those of more elements than `limit` are not."""
+    outermost: dict[int, int] = {}
+    for module, number in blocks.items():
+        outermost.setdefault(number, module)
+    found = {id(module): module for module in root.modules() if id(module) in outermost.values()}
+    choosing = (nn.ModuleList, nn.ModuleDict)
+    return {
+        number
+        for number, block in found.items()
+        if 0 < _elements(block) <= limit and not any(isinstance(each, choosing) for each in block.modules())
+    }
 
 
 def _elements(module: nn.Module) -> int:

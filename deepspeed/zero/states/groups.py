@@ -26,8 +26,8 @@ from deepspeed.zero.parameters.shard import Shard, rest_as, shard_of, used_while
 from deepspeed.zero.piece import StatePiece, as_wide, hand_over, is_moment
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.late_parameters import PendingUpdate, postpone
-from deepspeed.zero.states.offloaded_tile import move_out
 from deepspeed.zero.states.parameter_state import ParameterState, WholeState
+from deepspeed.zero.states.tiles import move_out
 
 if TYPE_CHECKING:
     from deepspeed.zero.gradients.reducer import GradientReducer

@@ -32,8 +32,7 @@ from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.ops.one_pass import OnePass
 from deepspeed.zero.piece import StatePiece
-from deepspeed.zero.states.offloaded_tile import OffloadedTile
-from deepspeed.zero.states.tiles import StepTiling, Tile, TileUpdate, choose, twin
+from deepspeed.zero.states.tiles import OffloadedTile, StepTiling, Tile, TileUpdate, choose, twin
 
 _SLOTS = 2
 _SPARE = 0.10  # of the device's memory that stays free

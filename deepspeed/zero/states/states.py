@@ -23,9 +23,17 @@ from deepspeed.zero.states.groups import ShardGroup
 from deepspeed.zero.states.host_step import HostStep
 from deepspeed.zero.states.late_parameters import arrive
 from deepspeed.zero.states.norm import NormRanks, NormTerms, PendingNorm, joint_norm, total_norm
-from deepspeed.zero.states.offloaded_tile import OffloadedTile
 from deepspeed.zero.states.parameter_state import ParameterState
-from deepspeed.zero.states.tiles import StepTiling, Tile, TileUpdate, choose, empty_tile, tile, tiles_well
+from deepspeed.zero.states.tiles import (
+    OffloadedTile,
+    StepTiling,
+    Tile,
+    TileUpdate,
+    choose,
+    empty_tile,
+    tile,
+    tiles_well,
+)
 from deepspeed.zero.states.zenflow import DeferredUpdates
 
 GroupOf = Callable[[StatePiece], ShardGroup]
@@ -118,6 +126,8 @@ class OptimizerStates:
         """The model runs compiled, where nobody looks whether a parameter is late."""
         self.absent = ""
         """What to say to whoever needs states that are elsewhere for a while."""
+        self.returning: Callable[[], None] | None = None
+        """Brings states back that are elsewhere for a while."""
 
     @property
     def copies(self) -> bool:
@@ -364,6 +374,8 @@ class OptimizerStates:
     def _finish(self) -> None:
         if self.absent:
             raise UsageError(self.absent)
+        if self.returning is not None:
+            self.returning()
         if self.away:
             self._afar.settle()
             for piece in self.away.values():

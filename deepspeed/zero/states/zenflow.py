@@ -22,8 +22,7 @@ from deepspeed.memory.host import host_empty
 from deepspeed.ops.moments import MomentKeeper
 from deepspeed.zero.piece import StatePiece
 from deepspeed.zero.states.host_step import in_one_pass
-from deepspeed.zero.states.offloaded_tile import OffloadedTile
-from deepspeed.zero.states.tiles import TileUpdate, twin
+from deepspeed.zero.states.tiles import OffloadedTile, TileUpdate, twin
 
 
 @dataclass(frozen=True)

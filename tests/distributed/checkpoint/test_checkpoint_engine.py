@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError, FeatureUnavailable, UsageError
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
 from tests.harness import ranks
 
@@ -49,13 +50,22 @@ class Gzipped(CheckpointEngine):
         self.calls.append("cleanup")
 
 
-def trained(stage, steps, plug=None):
+class FromVendor(Gzipped):
+    """As a package would bring it."""
+
+    def __init__(self, config, rank):
+        super().__init__()
+        self.given = config, rank
+
+
+def trained(stage, steps, plug=None, **sections):
     torch.manual_seed(3)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": stage},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+        **sections,
     }
     engine, *_ = deepspeed.initialize(model=nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)), config=config)
     if plug is not None:
@@ -156,3 +166,33 @@ def test_the_default_and_what_is_none(tmp_path):
     assert made.commit(info)
     assert (made.is_data_parallel_writer(0), made.is_data_parallel_writer(1)) == (True, False)
     assert not made.is_decoupled()
+
+
+def install(folder, name, value):
+    """A package that registers an entry point, as pip would leave it."""
+    place = folder / f"{name}-1.0.dist-info"
+    place.mkdir(parents=True)
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (place / "entry_points.txt").write_text(f"[deepspeed.checkpoint_engines]\n{name} = {value}\n")
+
+
+@ranks(1)
+def test_an_installed_package_brings_the_engine_that_a_section_asks_for(tmp_path):
+    section = {"nebula": {"enabled": True, "persistent_time_interval": 10}}
+    with pytest.raises(FeatureUnavailable, match="no package registers 'nebula' as an entry"):
+        trained(1, 1, **section)
+    sys.path.insert(0, str(tmp_path / "packages"))
+    install(tmp_path / "packages", "nebula", f"{__name__}:FromVendor")
+    engine = trained(1, 1, **section)
+    plug = engine.checkpoint_engine
+    config, rank = plug.given
+    assert (config["nebula"], rank) == (section["nebula"], 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    other = trained(1, 0, **section)
+    other.load_checkpoint(tmp_path / "saved")
+    assert other.global_steps == 1
+    assert "load" in other.checkpoint_engine.calls
+    assert type(trained(1, 0).checkpoint_engine) is TorchCheckpointEngine
+    install(tmp_path / "packages", "datastates_ckpt", "torch.nn:Bilinear")
+    with pytest.raises(DeepSpeedConfigError, match="datastates_ckpt and nebula ask for a checkpoint engine each"):
+        trained(1, 0, datastates_ckpt={}, **section)

@@ -48,14 +48,11 @@ def moved(stage, folder, precision="bf16", **options):
     return held
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
-def test_weights_only(stage, tmp_path):
-    held = moved(stage, tmp_path)
+def weights_only(stage, folder, held):
     engine = build(stage, "bf16", make(Mixed, seed=3))
     train(engine, 0, 1)
     before = everything(engine)
-    _, client = engine.load_checkpoint(tmp_path, load_module_only=True)
+    _, client = engine.load_checkpoint(folder, load_module_only=True)
     now = everything(engine)
     assert client["lr_scheduler"] == {"last_batch_iteration": 2}
     for name in engine.module.state_dict():
@@ -68,32 +65,52 @@ def test_weights_only(stage, tmp_path):
     assert torch.equal(master, held["master:up.weight"] if stage == 3 else rounded)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
-def test_without_optimizer_or_schedule(stage, tmp_path):
-    held = moved(stage, tmp_path)
+def without_optimizer_or_schedule(stage, folder, held):
     engine = build(stage, "bf16", make(Mixed, seed=3))
-    engine.load_checkpoint(tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)
+    engine.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)
     now = everything(engine)
     assert torch.equal(now["up.weight"], held["up.weight"])
     assert now["step:up.weight"] is None
     assert engine.global_steps == 3
     assert engine.lr_scheduler.last_batch_iteration == -1
-    engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(folder)
     assert engine.lr_scheduler.last_batch_iteration == 2
     assert_equal(everything(engine), held)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@ranks(2)
-def test_masters_from_the_narrow_weights(stage, tmp_path):
-    held = moved(stage, tmp_path)
+def masters_from_the_narrow_weights(stage, folder, held):
     engine = build(stage, "bf16", make(Mixed, seed=3), zero={"load_from_fp32_weights": False})
-    engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(folder)
     master = safe_get_full_fp32_param(engine.module.up.weight)
     narrow = held["up.weight"].float()
-    assert torch.equal(master, narrow if stage == 1 else held["master:up.weight"])
+    assert torch.equal(master, held["master:up.weight"] if stage == 3 else narrow)
     assert torch.equal(everything(engine)["exp_avg:up.weight"], held["exp_avg:up.weight"])
+
+
+def the_users_own_function(stage, folder, held):
+    engine = build(stage, "bf16", make(Mixed, seed=3))
+    seen = []
+
+    def halve(src, dst):
+        seen.append(sorted(src))
+        dst.load_state_dict({name: value / 2 if name == "up.weight" else value for name, value in src.items()})
+
+    engine.load_checkpoint(folder, custom_load_fn=halve)
+    now = everything(engine)
+    assert "head.weight" in seen[0]
+    assert torch.equal(now["up.weight"], held["up.weight"] / 2)
+    assert torch.equal(now["master:up.weight"].bfloat16(), held["up.weight"] / 2)
+    assert torch.equal(now["down.weight"], held["down.weight"])
+    assert torch.equal(now["exp_avg:up.weight"], held["exp_avg:up.weight"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@ranks(2)
+def test_what_a_load_is_told_to_take(stage, tmp_path):
+    """Of one checkpoint, each into an engine of its own."""
+    held = moved(stage, tmp_path)
+    for load in (weights_only, without_optimizer_or_schedule, masters_from_the_narrow_weights, the_users_own_function):
+        load(stage, tmp_path, held)
 
 
 class Grown(Mixed):
@@ -121,26 +138,6 @@ def test_strictness(stage, tmp_path):
     engine.save_checkpoint(tmp_path / "grown")
     with pytest.raises(CheckpointError, match=r"not in the model: added\.bias, added\.weight"):
         other.load_checkpoint(tmp_path / "grown")
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
-def test_the_users_own_function(stage, tmp_path):
-    held = moved(stage, tmp_path)
-    engine = build(stage, "bf16", make(Mixed, seed=3))
-    seen = []
-
-    def halve(src, dst):
-        seen.append(sorted(src))
-        dst.load_state_dict({name: value / 2 if name == "up.weight" else value for name, value in src.items()})
-
-    engine.load_checkpoint(tmp_path, custom_load_fn=halve)
-    now = everything(engine)
-    assert "head.weight" in seen[0]
-    assert torch.equal(now["up.weight"], held["up.weight"] / 2)
-    assert torch.equal(now["master:up.weight"].bfloat16(), held["up.weight"] / 2)
-    assert torch.equal(now["down.weight"], held["down.weight"])
-    assert torch.equal(now["exp_avg:up.weight"], held["exp_avg:up.weight"])
 
 
 @pytest.mark.parametrize("stage", STAGES)

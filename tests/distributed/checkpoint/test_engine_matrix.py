@@ -19,14 +19,14 @@ from tests.harness import ranks
 from tests.models import batches, make, share
 
 STAGES = (0, 1, 2, 3)
-WORLDS = (1, 2, 3, 4)
+WORLDS = (1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "fp16")
 CLOSE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
 SAMPLES = 12
 # Of all ways to write and to read, so many that any three choices meet.
 SAME_PRECISION = triples(STAGES, WORLDS, STAGES, WORLDS, PRECISIONS)  # reader's stage and ranks, then the writer's
 OTHER_PRECISION = triples(STAGES, (1, 3), STAGES, PRECISIONS, (1, 2))  # both stages, and by how many they differ
-FROM_DEEPSPEED = triples(STAGES, (1, 2, 4), STAGES, PRECISIONS)
+FROM_DEEPSPEED = triples(STAGES, (1, 3), STAGES, PRECISIONS)
 
 
 class Net(nn.Module):
@@ -259,7 +259,7 @@ def go_on(engine, name):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@ranks(1, 2, 4)
+@ranks(1, 3)
 def test_what_deepspeed_wrote(precision):
     # Rounded otherwise on other processors and numbers of ranks, and at its own stage 3, which has another order.
     close = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 2e-4}[precision]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 
+import deepspeed
 from deepspeed.errors import UsageError
 from deepspeed.log import logger
-from tests.closeness import assert_same_training
+from tests.closeness import Training, assert_same_training
 from tests.harness import ranks
-from tests.user_models import MODELS, WIDTH, Odd, Primes, Tied, Two, run
+from tests.user_models import ADAMW, MODELS, WIDTH, Odd, Primes, Tied, Two, run, whole
 
 DEEP = {"compile": {"deepcompile": True}}
 
@@ -53,18 +55,47 @@ class Broken(nn.Module):
         return (x @ turned + self.first.bias).square().mean()
 
 
-@pytest.mark.parametrize("kind", [k for n, k in MODELS.items() if n != "Sparse"], ids=lambda kind: kind.__name__)
-@ranks(2)
-def test_models(kind):
-    expected, seen = run(kind, 0), []
-    for stage in (2, 3):
-        assert_same_training(run(kind, stage, config=DEEP, each=compiled(seen)), expected)
-        deep = seen[-1]
-        assert graphs(deep)
-        assert deep.runs == 8 * len(graphs(deep)), "forward and backward of 4 steps run as graphs"
+SOME = ("Two", "Primes", "Tied", "Checkpointed")
 
 
-@ranks(2)
+class Branching(nn.Module):
+    """Chooses by the data, hands on lists, calls a child twice, and never calls another one."""
+
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return [self.one(x), None, self.two(x)]
+
+    def __init__(self):
+        super().__init__()
+        self.parts, self.never, self.last = self.Parts(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        one, _, two = self.parts(x)
+        x = torch.tanh(one) + two
+        if x.sum() > 0:
+            x = self.drop(x) if not self.training else torch.tanh(x)
+        one, _, two = self.parts(x)
+        return self.last(one * two).square().mean()
+
+
+@pytest.mark.parametrize("names", [SOME, sorted({*MODELS} - {*SOME, "Sparse"})], ids=["some", "others"])
+@ranks(2, compiles=True)
+def test_models(names):
+    for name in names:
+        expected, seen = run(MODELS[name], 0), []
+        for stage in (2, 3):
+            assert_same_training(run(MODELS[name], stage, config=DEEP, each=compiled(seen)), expected)
+            deep = seen[-1]
+            assert graphs(deep), name
+            assert deep.runs == 8 * len(graphs(deep)), f"{name}: forward and backward of 4 steps run as graphs"
+
+
+@ranks(2, compiles=True)
 def test_gathered_memory_is_bounded_by_the_passes():
     """What is gathered at once is what the passes planned, and less than the model; residents stay."""
     expected, seen, most = run(Primes, 0), [], []
@@ -114,18 +145,18 @@ COMPOSITIONS = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@ranks(2)
-def test_compositions(stage):
-    for name, options in COMPOSITIONS.items():
-        expected = run(Two, stage, **options)
+@ranks(2, compiles=True)
+def test_compositions():
+    for number, (name, options) in enumerate(COMPOSITIONS.items()):
         config = {**options.get("config", {}), **DEEP}
-        seen = []
-        assert_same_training(run(Two, stage, **{**options, "config": config}, each=compiled(seen)), expected)
-        assert seen[-1].runs >= 8, name
+        for stage in (1 + number % 2, 3):
+            expected = run(Two, stage, **options)
+            seen = []
+            assert_same_training(run(Two, stage, **{**options, "config": config}, each=compiled(seen)), expected)
+            assert seen[-1].runs >= 8, (stage, name)
 
 
-@ranks(2)
+@ranks(2, compiles=True)
 def test_evaluation_between_steps_and_hooks_that_come_late():
     def evaluates(step, engine):
         x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
@@ -156,29 +187,71 @@ def test_evaluation_between_steps_and_hooks_that_come_late():
 
 
 @pytest.mark.slow
-@ranks(2)
+@ranks(2, compiles=True)
 def test_inductor():
-    for kind in (Two, Tied, Odd):
-        expected = run(kind, 0)
-        for stage in (1, 3):
-            assert_same_training(run(kind, stage, config=DEEP, each=compiled(backend="inductor")), expected)
+    for kind, stage in ((Tied, 1), (Odd, 3)):
+        assert_same_training(run(kind, stage, config=DEEP, each=compiled(backend="inductor")), run(kind, 0))
 
 
-@ranks(2)
-def test_what_is_not_captured():
-    """It runs in Python, trains the same, and is told once with its line."""
+@contextmanager
+def log_lines():
+    """The texts that are logged inside."""
     told = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logger.addHandler(handler)
     before = logger.level
     logger.setLevel(logging.INFO)
-    expected, seen = run(Broken, 0), []
-    for stage in (1, 3):
-        assert_same_training(run(Broken, stage, config=DEEP, each=compiled(seen)), expected)
-        assert len(graphs(seen[-1])) > 1
+    yield told
     logger.removeHandler(handler)
     logger.setLevel(before)
+
+
+def trained(stage, config, each, lengths=(4, 4, 6, 3, 5)):
+    """Branching on batches of several lengths, in two groups, with an evaluation before each step."""
+    torch.manual_seed(3)
+    model = Branching()
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAMW, "zero_optimization": zero, **config}
+    engine = deepspeed.initialize(model=model, model_parameters=two_groups(model), config=config)[0]
+    before, losses = whole(engine), []
+    generator = torch.Generator().manual_seed(5)  # ranks take the same branches
+    for step, length in enumerate(lengths):
+        each(step, engine)
+        x = torch.randn(length, WIDTH, generator=generator)
+        with torch.no_grad():
+            losses.append(engine.eval()(x.abs() * -1).item())
+        loss = engine.train()(x)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    after = whole(engine)
+    engine.destroy()
+    return Training(before, after, losses)
+
+
+@ranks(2, compiles=True)
+def test_branches_lists_and_other_shapes():
+    expected = trained(0, {}, lambda *_: None)
+    first = Branching.forward.__code__.co_firstlineno
+    for stage in (1, 3):
+        seen = []
+        with log_lines() as told:
+            assert_same_training(trained(stage, DEEP, compiled(seen)), expected)
+        assert seen[0].runs > 10
+        if torch.distributed.get_rank() == 0 and stage == 1:  # each is told once by a process
+            assert [text for text in told if f"{__file__}:{first + 3}, which runs in Python" in text], told
+            assert [text for text in told if "dynamic shapes" in text and __file__ in text], told
+
+
+@ranks(2, compiles=True)
+def test_what_is_not_captured():
+    """It runs in Python, trains the same, and is told once with its line."""
+    expected, seen = run(Broken, 0), []
+    with log_lines() as told:
+        for stage in (1, 3):
+            assert_same_training(run(Broken, stage, config=DEEP, each=compiled(seen)), expected)
+            assert len(graphs(seen[-1])) > 1
     if torch.distributed.get_rank() == 0:
         here = f"{__file__}:{Broken.forward.__code__.co_firstlineno + 3}"
         assert len([text for text in told if "which runs in Python" in text and here in text]) == 1, told

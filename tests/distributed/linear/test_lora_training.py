@@ -23,6 +23,7 @@ from deepspeed.linear import (
     save_adapters,
 )
 from deepspeed.memory.host import HOST_STORAGES
+from deepspeed.pipe import PipelineModule
 from deepspeed.zero import GatheredParameters
 from tests.closeness import Training, assert_same_training
 from tests.covering import pairs
@@ -189,7 +190,7 @@ def test_codes_at_stage_3_on_the_host_and_in_checkpoints(tmp_path):
 
 
 @ranks(2)
-def test_ranks_that_share_a_weight():
+def test_ranks_that_share_a_weight(tmp_path):
     """The first rank's values count where parts are alike; another weight is loaded in parts; a copy shares too."""
     torch.manual_seed(dist.get_rank())
     lone = OptimizedLinear(
@@ -207,6 +208,13 @@ def test_ranks_that_share_a_weight():
     with pytest.raises(RuntimeError, match=r"q_proj.weight has the shape \(2, 2\) there and \(32, 32\) in the model"):
         model.load_state_dict({"q_proj.weight": torch.ones(2, 2)}, strict=False)
     torch.testing.assert_close(copy.deepcopy(model)(batch(0)), model(batch(0)), rtol=0, atol=0)
+    engine = engine_of(model, 1)
+    engine.save_checkpoint(str(tmp_path), tag="one")
+    other = engine_of(built("int8", base_weight_sharding=2), 1)
+    with pytest.raises(UsageError, match=r"frozen weight, which checkpoints leave out, is not the one"):
+        other.load_checkpoint(str(tmp_path))
+    other.module.load_state_dict(values, strict=False)
+    other.load_checkpoint(str(tmp_path))
 
 
 @ranks(2)
@@ -227,6 +235,10 @@ def test_what_does_not_fit():
                 "optimizer": {"type": "AdamW"},
             },
         )
+    with Init(LoRAConfig(base_weight_sharding=2, target_mods=[""])):
+        stages = PipelineModule([nn.Linear(WIDTH, WIDTH)] * 2, num_stages=2, loss_fn=nn.MSELoss())
+    with pytest.raises(UsageError, match=r"base_weight_sharding is 2, so that the ranks \[0, 1\] share"):
+        engine_of(stages, 0)
     with deepspeed.zero.Init():
         cut = Net()
     with pytest.raises(UsageError, match=r"the weight \(32, 32\) is sharded by zero.Init"):

@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed import comm
 from deepspeed.errors import LayoutError
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.mappings import drop_tokens, gather_tokens
+from deepspeed.moe.sharded_moe import drop_tokens, gather_tokens
 from deepspeed.parallel import ParallelLayout
 from deepspeed.parallel.mpu import current_layout
 from deepspeed.published import groups

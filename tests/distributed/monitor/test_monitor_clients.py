@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from deepspeed.config.monitor import CometConfig, CSVConfig, DeepSpeedMonitorConfig, WandbConfig
 from deepspeed.events import EventStream, StepFinished
-from deepspeed.monitor.monitor import CometMonitor, MonitorMaster, WandbMonitor, csvMonitor
-from deepspeed.monitor.subscriber import MonitorSubscriber
+from deepspeed.monitor.monitor import CometMonitor, MonitorMaster, MonitorSubscriber, WandbMonitor, csvMonitor
 from deepspeed.profiling.progress import StepLine
 from tests.harness import ranks
 

@@ -67,7 +67,7 @@ def train(stage, *, compiled, width=8, **sections):
     return losses, found
 
 
-@ranks(2)
+@ranks(2, compiles=True)
 def test_the_same_losses_from_one_graph():
     for stage in (0, 2, 3):
         plain, _ = train(stage, compiled=False)
@@ -76,7 +76,7 @@ def test_the_same_losses_from_one_graph():
         assert (graphs, breaks) == (1, 0), stage
 
 
-@ranks(2)
+@ranks(2, compiles=True)
 def test_products_of_8_bits_in_one_graph():
     """With kernels around them, at every stage; the graph computes what the layers compute without it."""
     for stage, scaling in ((0, "tensor"), (1, "row"), (2, "tensor"), (3, "block"), (3, "row")):

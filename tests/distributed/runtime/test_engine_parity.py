@@ -61,7 +61,7 @@ def reference(name, *, steps=3, accumulation=1, samples=12, **options):
 @pytest.mark.parametrize("clip", [0.0, 0.3])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_fp32(name, accumulation, clip):
     config = {"optimizer": {"type": name, "params": OPTIMIZERS[name][0]}, "gradient_clipping": clip}
     found, engine = train(config, accumulation=accumulation)

@@ -31,9 +31,8 @@ import deepspeed
 from deepspeed.compression.compress import init_compression
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.features import IDLE, keys_without_effect, unbuilt, unused_by_model
-from deepspeed.config.model import ConfigModel, NoEffect
+from deepspeed.config.model import ConfigModel, Key, Model, NoEffect, keys_of, members_of
 from deepspeed.config.schema import Schema
-from deepspeed.config.schema_walk import Key, Model, keys_of, members_of
 from deepspeed.data.analyzer import DataAnalyzer
 from deepspeed.data.dynamic_batching import get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed
 from deepspeed.data.random_ltd import convert_to_random_ltd

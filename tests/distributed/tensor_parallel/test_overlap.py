@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.parallel import ParallelLayout
-from deepspeed.tensor_parallel import overlap
-from deepspeed.tensor_parallel.overlap import OverlappedInput
+from deepspeed.tensor_parallel import layers as tensor_layers
+from deepspeed.tensor_parallel.layers import OverlappedInput
 from tests.harness import ranks
 
 WIDTH = 6
@@ -24,7 +24,7 @@ class Story(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.told = []
-        self._plain = overlap.comm.all_reduce
+        self._plain = tensor_layers.comm.all_reduce
 
     def all_reduce(self, tensor, **options):
         self.told.append("begin")
@@ -75,7 +75,7 @@ def test_one_sum_beside_a_product():
         found = checkpoint(region, inside, use_reentrant=False) if again else region(inside)
         for out, theirs in zip(found, outputs, strict=True):
             torch.testing.assert_close(out, theirs[:, mine])
-        with Story() as story, mock.patch.object(overlap.comm, "all_reduce", story.all_reduce):
+        with Story() as story, mock.patch.object(tensor_layers.comm, "all_reduce", story.all_reduce):
             grads = torch.autograd.grad(found, [x, *weights, own_bias], [each[:, mine] for each in flow])
         torch.testing.assert_close(grads[0], expected[0])
         for grad, theirs in zip(grads[1:4], expected[1:], strict=True):

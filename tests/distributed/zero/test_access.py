@@ -73,7 +73,7 @@ def assert_near(found, expected, precision):
 
 
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_what_the_optimizer_holds(precision):
     world = dist.get_world_size()
     data = batches(3, SAMPLES)
@@ -115,7 +115,7 @@ def test_what_the_optimizer_holds(precision):
 
 @pytest.mark.parametrize("persistent", [0, 100_000])
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_what_is_set_is_used(precision, persistent):
     data = batches(2, SAMPLES)
     for stage in STAGES if persistent == 0 else (3,):  # the threshold is one of stage 3 alone
@@ -156,7 +156,7 @@ def test_what_is_set_is_used(precision, persistent):
         engine.destroy()
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_gradients_are_updated_in_one_call():
     batch = batches(1, SAMPLES)[0]
     for stage in STAGES:
@@ -178,7 +178,7 @@ def test_gradients_are_updated_in_one_call():
         engine.destroy()
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_chunks_of_stage_3():
     world, rank = dist.get_world_size(), dist.get_rank()
     batch = batches(1, SAMPLES)[0]
@@ -240,7 +240,7 @@ class Partly(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_parameters_without(precision):
     for stage in STAGES:
         engine = build(stage, precision, make(Partly))

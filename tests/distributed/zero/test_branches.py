@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.errors import CommError
@@ -33,10 +34,10 @@ class Experts(nn.Module):
         return self.last(x).square().mean()
 
 
-def build(stage, **zero):
+def build(stage, model=Experts, **zero):
     torch.manual_seed(3)
     return deepspeed.initialize(
-        model=Experts(),
+        model=model(),
         config={
             "train_micro_batch_size_per_gpu": 4,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -45,9 +46,9 @@ def build(stage, **zero):
     )[0]
 
 
-def train(stage, choices, **zero):
+def train(stage, choices, model=Experts, **zero):
     """`choices[step][rank]` are the experts of a rank in a step."""
-    engine = build(stage, **zero)
+    engine = build(stage, model, **zero)
     before, norms = whole(engine), []
     generator = torch.Generator().manual_seed(7)
     for step in choices:
@@ -83,6 +84,43 @@ def test_ranks_may_take_different_branches(name):
 def test_whatever_is_gathered_ahead(keys):
     expected = train(0, CASES["others"])
     assert_same_training(train(3, CASES["others"], **keys), expected)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.extra = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, more):
+        x = torch.tanh(self.inner(x))
+        return x + self.extra(x) if more else x
+
+
+class Blocks(nn.Module):
+    """What is chosen are the blocks that use all they have; a part of the first one is called by itself, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x, chosen):
+        x = self.blocks[0].inner(x)
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, number in chosen, use_reentrant=False)
+        return x.square().mean()
+
+
+@ranks(2)
+def test_blocks_are_one_use_while_all_of_them_is_used():
+    all_of, but_one, other = [[0, 1, 2]] * 2, [[0, 1]] * 2, [[0, 1, 2], [0]]
+    for choices, joined in {"all": ([all_of] * 3 + [other], 3), "not all": ([other, but_one, all_of], 1)}.values():
+        assert_same_training(train(3, choices, Blocks), train(0, choices, Blocks))
+        engine = build(3, Blocks)
+        for step in choices[:2]:
+            engine.backward(engine(torch.randn(4, WIDTH), step[dist.get_rank()]))
+            engine.step()
+        uses = engine._parts.sharded.coordinator.schedule.uses.values()
+        assert [len(use.parts) for use in uses if use.parts] == [2] * joined
 
 
 @ranks(2)

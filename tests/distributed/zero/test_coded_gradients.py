@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed import comm
 from deepspeed.comm.codec import block_codec
-from deepspeed.log import logger
+from deepspeed.log import NOTICE
 from deepspeed.parallel import ParallelLayout
 from deepspeed.zero.gradients.coded import CodedReduction, ErrorMemory
 from deepspeed.zero.gradients.reduction import EvenShares, OwnedShares, ReductionWeights, SharePart
@@ -21,6 +19,7 @@ from tests.distributed.moe.models import Model as Experts
 from tests.distributed.moe.models import scrambled
 from tests.distributed.zero.test_coded_weights import data, engine_of, losses, same_everywhere, whole
 from tests.harness import ranks
+from tests.told import Told
 
 
 def reduction(monkeypatch, per_node, memory=None):
@@ -190,23 +189,26 @@ def test_errors_are_part_of_checkpoints(tmp_path):
     other = engine_of(3, "bf16", **zero)
     other.load_checkpoint(folder[0])
     assert torch.equal(losses(other, steps=2), expected)
+    model = other._parts.sharded
+    assert len(model.reduction_states()["0"]) > 1
+    for state in ({}, {"0": {"worker_error:weight": torch.zeros(3)}}):  # of other ranks, of another codec
+        with Told() as lines:
+            model.load_reduction_states(state)
+        assert set(model.reduction_states()["0"]) == {"steps"}
+        assert dist.get_rank() or any("no errors of codes for this number of ranks" in line for line in lines)
     other.destroy()
 
 
 @ranks(2)
 def test_hops_are_told(monkeypatch):
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger.addHandler(handler)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    engine = engine_of(2, zero_quantized_gradients=True)
-    x, y = next(iter(data(dist.get_rank(), 1)))
-    engine.backward(engine(x, y))
-    engine.step()
-    engine.destroy()
-    logger.removeHandler(handler)
-    assert dist.get_rank() or any("one hop" in line for line in told)
+    with Told(NOTICE) as lines:
+        engine = engine_of(2, zero_quantized_gradients=True)
+        x, y = next(iter(data(dist.get_rank(), 1)))
+        engine.backward(engine(x, y))
+        engine.step()
+        engine.destroy()
+    assert dist.get_rank() or any("one hop" in line for line in lines)
 
 
 @pytest.mark.parametrize(

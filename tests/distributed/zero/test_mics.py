@@ -82,6 +82,30 @@ def test_copies_are_summed_once_per_step():
 
 
 @ranks(4)
+def test_gathers_between_nodes_first(monkeypatch):
+    """On two pretended nodes a group of four gathers in two hops of two ranks each, and nothing else changes."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for keys in ({}, {"zero_quantized_weights": True}, {"allgather_sequential": True}):
+        found, between = [], []
+        for hops in (False, True):
+            zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "mics_shard_size": 4}
+            zero |= {"mics_hierarchical_params_gather": hops, **keys}
+            engine = engine_of(3, model=make(), zero_optimization=zero)
+            step(engine)
+            seen = []
+            with comm.dispatcher.events.subscribe(CollectiveFinished, seen.append):
+                step(engine, seed=2)
+            gathers = [event for event in seen if "all_gather" in event.op and event.bytes > 64]
+            assert {event.group_size for event in gathers} == ({2} if hops else {4})
+            between.append(sum(event.links.between for event in gathers))
+            found.append(whole(engine))
+            engine.destroy()
+        assert between[1] == pytest.approx(between[0] * 2 / 3)  # two chunks come to a node instead of three
+        for name, value in found[0].items():
+            assert torch.equal(found[1][name], value), (keys, name)
+
+
+@ranks(4)
 def test_files_have_one_copy_and_load_at_any_size(tmp_path):
     for stage, kind in ((1, "safetensors"), (3, "deepspeed")):
         folder = tmp_path / f"{stage}{kind}"

@@ -67,7 +67,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_the_whole_model_on_rank_0(precision):
     expected = plain(precision)
     for stage in STAGES:
@@ -132,7 +132,7 @@ def test_state_dict_of_the_module():
 
 @pytest.mark.parametrize("fetch_first", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_load_whole_values(precision, fetch_first):
     rank, world = dist.get_rank(), dist.get_world_size()
     expected = plain(precision, seed=5)

@@ -19,12 +19,12 @@ CPU = {"offload_optimizer": {"device": "cpu"}}
 
 STAGES = (0, 1, 2, 3)
 WINDOWS = ((1, 0.0), (1, 0.3), (3, 0.0), (3, 0.3))  # accumulation and clipping
-OF_OPTIMIZERS = triples((1, 2, 3), STAGES, list(DTYPES), ("cpu", "nvme"), WINDOWS)
+OF_OPTIMIZERS = triples((1, 3), STAGES, list(DTYPES), ("cpu", "nvme"), WINDOWS)
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_optimizer_states_in_host_memory_and_on_the_disk(precision, device, tmp_path):
     offload = dict(CPU)
     if device == "nvme":
@@ -63,7 +63,7 @@ def test_updates_that_are_late(accumulation, clip, tmp_path):
 @pytest.mark.parametrize("optimizer", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_parameters_in_host_memory(precision, accumulation, optimizer):
     plain = train_plainly(precision, accumulation=accumulation, clip=0.3)
     offload = {"offload_param": {"device": "cpu"}, **(CPU if optimizer else {})}
@@ -72,7 +72,7 @@ def test_parameters_in_host_memory(precision, accumulation, optimizer):
 
 @pytest.mark.parametrize("optimizer", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_parameters_on_the_disk(precision, optimizer, tmp_path):
     plain = train_plainly(precision, accumulation=2, clip=0.3)
     offload = {

@@ -104,3 +104,19 @@ def test_touched_rows_travel(stage, monkeypatch):
     sent.clear()
     train(stage, "fp32", 1, apart, sparse=False, rows=False, steps=1)
     assert max(sent) > ROWS * WIDTH / 2, sent
+
+
+@ranks(2)
+def test_an_engine_has_the_calls():
+    """The mean of sparse gradients over a group, one by one and in place; rows of any number from each rank."""
+    engine = deepspeed.initialize(model=nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1})[0]
+    rank, group = dist.get_rank(), engine.data_parallel_group
+    made = torch.sparse_coo_tensor([[0, 3] if rank else [3]], torch.full((1 + rank, 2), 2.0), (5, 2)).coalesce()
+    mean = engine.sparse_allreduce(made, group)
+    assert mean.is_sparse
+    assert mean.to_dense()[:, 0].tolist() == [1.0, 0.0, 0.0, 2.0, 0.0]
+    assert engine.sparse_allreduce_bucket([made], group, dp_world_size=1)[0].to_dense()[3, 1] == 4.0
+    engine.sparse_allreduce_no_retain([made], group)
+    assert torch.equal(made.to_dense(), mean.to_dense())
+    assert [len(each) for each in engine.sparse_all_gather(torch.ones(1 + rank, 3), group)] == [1, 2]
+    engine.destroy()

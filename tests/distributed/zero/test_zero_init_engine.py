@@ -16,7 +16,7 @@ from tests.sharded_models import settings, train, whole
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_training_equals_that_of_a_model_made_plainly(precision):
     config = settings(precision)
     plain = train(make(), config)

@@ -168,7 +168,7 @@ class Grows(Tiny):
 
 @pytest.mark.parametrize("persistent", [0, 100_000])
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_a_group_is_added(precision, persistent):
     world, data = dist.get_world_size(), batches(4, SAMPLES)
     for stage in (1, 2, 3) if persistent == 0 else (3,):  # the threshold is one of stage 3 alone
@@ -215,7 +215,7 @@ def test_a_group_is_added(precision, persistent):
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_modes_of_a_schedule_free_optimizer(precision, direct):
     batch = batches(1, SAMPLES)[0]
     for stage in (0, 1, 2, 3):
@@ -244,7 +244,7 @@ def test_other_optimizers_have_no_modes():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_state_dict(precision):
     data = batches(4, SAMPLES)
     for stage in (1, 2, 3) if precision == "fp32" else (0, 1, 2, 3):  # else it is torch's own
@@ -318,7 +318,7 @@ def test_only_stage_3_has_hooks():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_legacy_views(precision):
     world, rank = dist.get_world_size(), dist.get_rank()
     for stage in (1, 2, 3):

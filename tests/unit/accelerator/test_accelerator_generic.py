@@ -13,10 +13,10 @@ import torch
 from deepspeed.accelerator import cuda as cuda_home
 from deepspeed.accelerator.cuda import CUDA_Accelerator
 from deepspeed.accelerator.generic import GenericAccelerator
-from deepspeed.accelerator.mps import MPS_Accelerator
 from deepspeed.accelerator.vendors import (
     HPU_Accelerator,
     MLU_Accelerator,
+    MPS_Accelerator,
     NPU_Accelerator,
     SDAA_Accelerator,
     XPU_Accelerator,

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.autotuning.job import TunedJob
-from deepspeed.autotuning.scheduler import BudgetSpent, Ending, Experiment, ResourceManager
+from deepspeed.autotuning.scheduler import BudgetSpent, Ending, Experiment, ResourceManager, TunedJob
 from deepspeed.config.autotuning import DeepSpeedAutotuningConfig
 from tests.harness import ranks
 

@@ -7,10 +7,9 @@ import math
 
 import pytest
 
+from deepspeed.autotuning.autotuner import ExperimentRecord, page, summary
 from deepspeed.autotuning.forecast import Forecast, StageForecast, Trace
-from deepspeed.autotuning.job import TunedJob
-from deepspeed.autotuning.report import ExperimentRecord, page, summary
-from deepspeed.autotuning.scheduler import Ending, Outcome
+from deepspeed.autotuning.scheduler import Ending, Outcome, TunedJob
 from deepspeed.autotuning.space import SearchSpace
 from deepspeed.autotuning.tuner import GridSearchTuner, ModelBasedTuner, RandomTuner
 from deepspeed.autotuning.utils import get_val_by_key, set_val_by_key

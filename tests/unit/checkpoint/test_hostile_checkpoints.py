@@ -25,8 +25,7 @@ from deepspeed.checkpoint import zero_to_fp32
 from deepspeed.checkpoint.formats.detect import find_tag, open_checkpoint
 from deepspeed.checkpoint.formats.safe_load import safe_load
 from deepspeed.checkpoint.formats.safetensors import open_file
-from deepspeed.checkpoint.formats.universal.convert import convert
-from deepspeed.checkpoint.formats.universal.patterns import matches
+from deepspeed.checkpoint.formats.universal.convert import convert, matches
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from tests.checkpoint_states import SMALL
 from tests.hostile_checkpoints import ESCAPE, Sandbox

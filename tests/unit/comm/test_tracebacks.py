@@ -7,7 +7,7 @@ import traceback
 
 import pytest
 
-from deepspeed.comm.tracebacks import shorten, shorten_uncaught
+from deepspeed.comm.init import shorten, shorten_uncaught
 from deepspeed.errors import CommError
 from tests.harness import ROOT
 

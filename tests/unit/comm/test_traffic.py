@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from deepspeed.comm.operations import OPERATIONS
-from deepspeed.comm.traffic import LinkBytes, link_bytes
+from deepspeed.comm.records import LinkBytes, link_bytes
 
 S = 720  # bytes, divisible by every number of ranks below
 GROUPS: tuple[tuple[Sequence[int], int], ...] = (

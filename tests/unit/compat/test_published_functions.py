@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.ops.adam.multi_tensor_apply import MultiTensorApply
-from deepspeed.runtime.zero.utils import is_zero_param, is_zero_supported_optimizer
-from torch import nn
 
 import deepspeed
 from deepspeed.launcher import environment, runner
@@ -22,13 +20,6 @@ def test_multi_tensor_apply_hands_its_chunk_size_on():
     seen = MultiTensorApply(2048)(lambda *args: args, torch.zeros(1), [[torch.ones(2)]], 0.5)
     assert seen[0] == 2048
     assert seen[3] == 0.5
-
-
-def test_facts_of_parameters_and_optimizers():
-    layer = nn.Linear(1, 1)
-    assert not is_zero_param(layer.weight)
-    assert is_zero_supported_optimizer(torch.optim.AdamW(layer.parameters()))
-    assert not is_zero_supported_optimizer(torch.optim.LBFGS(layer.parameters()))
 
 
 def test_random_states_of_activation_checkpointing():

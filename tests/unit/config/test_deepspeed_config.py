@@ -9,8 +9,8 @@ import pytest
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.deepspeed_config import ATTRIBUTES
 from deepspeed.config.features import UNBUILT
+from deepspeed.config.model import walk
 from deepspeed.config.schema import Schema
-from deepspeed.config.schema_walk import walk
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError, FeatureUnavailable
 
 CONFIG = {
@@ -130,7 +130,7 @@ def test_every_unbuilt_feature_names_a_key_of_the_schema():
 @pytest.mark.parametrize(
     ("section", "path"),
     [
-        ({"compile": {"deepcompile": True, "offload_opt_states": True}}, "compile.offload_opt_states"),
+        ({"compile": {"deepcompile": True, "symmetric_memory": True}}, "compile.symmetric_memory"),
         ({"graph_harvesting": True}, "graph_harvesting"),
     ],
 )

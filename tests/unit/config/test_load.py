@@ -153,7 +153,7 @@ def test_only_the_first_rank_logs(name, warnings, monkeypatch):
     ("config", "path"),
     [
         ({"nebula": {"tier": {"enabled": [1]}, "enabled": {}}}, "nebula"),
-        ({"compile": {"offload_parameters": True, "passes": "z2", "region": 7}}, "compile.offload_parameters"),
+        ({"compile": {"symmetric_memory": True, "passes": "z2", "region": 7}}, "compile.symmetric_memory"),
     ],
 )
 def test_a_missing_feature_is_told_before_values_of_its_section(config, path):

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.config.clean import nearest
+from deepspeed.config.model import keys_of
 from deepspeed.config.schema import Schema
-from deepspeed.config.schema_walk import keys_of
 
 TOP = tuple(keys_of(Schema))
 

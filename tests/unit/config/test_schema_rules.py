@@ -7,6 +7,7 @@ from deepspeed.config.rules import advice, violations
 from deepspeed.config.schema import Schema
 
 ON = {"enabled": True}
+DEEP = {"deepcompile": True}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
@@ -16,6 +17,21 @@ def zero(stage, **values):
 
 # a config that breaks it, how the text begins, a close config that keeps it
 CASES = [
+    (
+        {"compile": {**DEEP, "offload_opt_states": True}, **zero(3, **OFFLOAD)},
+        "compile.deepcompile: does not work with zero_optimization.offload_optimizer and compile.offload_opt_states",
+        {"compile": {**DEEP, "offload_opt_states": True}, **zero(3)},
+    ),
+    (
+        {"compile": {**DEEP, "offload_parameters": True}, **zero(2)},
+        "compile.offload_parameters: only parameters that ranks share",
+        {"compile": {**DEEP, "offload_parameters": True}, **zero(3, offload_param={"device": "cpu"})},
+    ),
+    (
+        {"compile": {**DEEP, "passes": ["autotp"]}},
+        "compile.passes: autotp compiles layers that ranks share",
+        {"compile": {**DEEP, "passes": ["autotp"]}, "tensor_parallel": {"autotp_size": 2}},
+    ),
     ({"fp16": ON, "bf16": ON}, "fp16.enabled, bf16.enabled: ", {"fp16": ON}),
     (
         {"optimizer_in_backward": ON, "gradient_clipping": 1.0},

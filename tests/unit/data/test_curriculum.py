@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepspeed.data.curriculum import CurriculumScheduler, cut_to_length
-from deepspeed.data.layer_drop import BlockDrop, ProgressiveLayerDrop
-from deepspeed.data.ramp import Ramp
+from deepspeed.data.curriculum import CurriculumScheduler, Ramp, cut_to_length
+from deepspeed.data.pacing import BlockDrop, ProgressiveLayerDrop
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from tests.unit.data.oracle import FIXTURE, schedules
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from deepspeed.errors import UsageError
+from deepspeed.generate import attention
 from deepspeed.generate.llm import LLM
 from deepspeed.generate.params import SamplingParams
+from deepspeed.generate.weights import inject
 from tests.unit.generate.families import FAMILIES, greedy_of, prompts_of, scores_of, small_cache, tiny
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, logprobs=0, prompt_logprobs=0)
@@ -37,6 +41,28 @@ def test_families(kind: str) -> None:
         completions = llm.generate(prompts, GREEDY, progress=False)
     compare(model, completions)
     assert completions[3].token_ids == greedy_of(model, prompts[3], 6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox"])
+def test_late_rotation(kind: str) -> None:
+    """Where fused kernels rotate, queries and keys are rotated with the writes to the pages."""
+    model, asked = tiny(kind), []
+    expected = [greedy_of(model, prompt, 6) for prompt in prompts_of(3, 13)]
+    with ExitStack() as undo:
+        inject(model, undo, streamed=False)
+        with LLM(model, small_cache()) as llm:
+            late = llm._parts.entry._function.late
+            assert len(late) == model.config.num_hidden_layers
+            rotate = attention.rotary_write
+            undo.enter_context(
+                mock.patch.object(attention, "rotary_write", lambda *x: (asked.append(1), rotate(*x))[1])
+            )
+            completions = llm.generate(prompts_of(3, 13), GREEDY, progress=False)
+            assert {(each.how, each.given) for each in late.values()} == {("at once", None)}
+    assert len(asked) % len(late) == 0
+    assert asked
+    compare(model, completions)
+    assert [each.token_ids for each in completions] == expected
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "bloom"])

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from deepspeed.config.monitor import CSVConfig
 from deepspeed.events import EventStream, ExpertsUsed, LayerUse
 from deepspeed.moe.show import main, read, table
-from deepspeed.monitor.monitor import csvMonitor
-from deepspeed.monitor.subscriber import MonitorSubscriber
+from deepspeed.monitor.monitor import MonitorSubscriber, csvMonitor
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20))

@@ -7,8 +7,7 @@ import torch
 
 from deepspeed.accelerator import clock as module
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFinished, StepFinished
-from deepspeed.monitor.monitor import Monitor
-from deepspeed.monitor.subscriber import MonitorSubscriber
+from deepspeed.monitor.monitor import Monitor, MonitorSubscriber
 from deepspeed.profiling.timers import WallClock
 
 

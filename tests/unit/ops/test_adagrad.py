@@ -7,8 +7,7 @@ from itertools import chain
 import pytest
 import torch
 
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adagrad.rule import AdagradRule, adagrad_reference
+from deepspeed.ops.adagrad import AdagradRule, DeepSpeedCPUAdagrad, adagrad_reference
 from deepspeed.ops.one_pass import OnePass
 from deepspeed.ops.registry import operations
 

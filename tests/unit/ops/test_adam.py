@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.adam.rule import AdamRule, adam_reference
+from deepspeed.ops.adam import AdamRule, DeepSpeedCPUAdam, FusedAdam, adam_reference
 from deepspeed.ops.one_pass import Conditions
 from deepspeed.ops.registry import operations
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.ops import blockwise
-from deepspeed.ops.adagrad.rule import AdagradRule
-from deepspeed.ops.adam.rule import AdamRule
+from deepspeed.ops.adagrad import AdagradRule
+from deepspeed.ops.adam import AdamRule
 from deepspeed.ops.batch_rule import takes
-from deepspeed.ops.lion.rule import LionRule
+from deepspeed.ops.lion import LionRule
 from deepspeed.ops.optimizer import ParameterBatch
 from deepspeed.ops.registry import operations
 

@@ -8,8 +8,7 @@ from itertools import chain
 import pytest
 import torch
 
-from deepspeed.ops.lamb import FusedLamb
-from deepspeed.ops.lamb.rule import LambRule, lamb_reference
+from deepspeed.ops.lamb import FusedLamb, LambRule, lamb_reference
 from deepspeed.ops.registry import operations
 
 WAYS = [

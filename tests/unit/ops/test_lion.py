@@ -7,8 +7,7 @@ from itertools import chain
 import pytest
 import torch
 
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from deepspeed.ops.lion.rule import LionRule, lion_reference
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion, LionRule, lion_reference
 from deepspeed.ops.registry import operations
 
 WAYS = [

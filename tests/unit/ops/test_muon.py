@@ -16,7 +16,7 @@ from deepspeed.ops.muon import (
     muon_update,
     tag_attention_heads,
 )
-from deepspeed.ops.muon.newton_schulz import gram_newton_schulz, newton_schulz, ns_compute_dtype, orthogonalize
+from deepspeed.ops.muon.muon import gram_newton_schulz, newton_schulz, ns_compute_dtype, orthogonalize
 from deepspeed.ops.registry import operations
 
 WAYS = [

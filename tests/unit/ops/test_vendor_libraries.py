@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from deepspeed.ops import vendor_libraries
-from deepspeed.ops.vendor_libraries import attention, load_libraries, product, product8
+from deepspeed.ops import precompile
+from deepspeed.ops.precompile import attention, load_libraries, product, product8
 
 CPU = torch.device("cpu")
 
@@ -34,8 +34,8 @@ def test_uses_run_in_order_and_one_that_fails_stops_none():
     ],
 )
 def test_what_is_used_computes_on_any_device(use, monkeypatch):
-    monkeypatch.setattr(vendor_libraries, "_ROWS", 16)
-    monkeypatch.setattr(vendor_libraries, "_MOST", 64)  # a processor may have no kernels for bf16
+    monkeypatch.setattr(precompile, "_ROWS", 16)
+    monkeypatch.setattr(precompile, "_MOST", 64)  # a processor may have no kernels for bf16
     before = torch.get_rng_state()
     for found in use(CPU):
         assert not found.any()

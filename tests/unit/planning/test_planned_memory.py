@@ -43,6 +43,14 @@ def test_states_are_those_of_the_arithmetic(stage, world):
 
 
 @ranks(1, init=False)
+def test_copies_of_neighbours_are_planned():
+    values = config(3)
+    values["zero_optimization"] |= {"zero_hpz_partition_size": 4, "stage3_param_persistence_threshold": 0}
+    found = plan(Decoder, values, world=16, per_node=4, inputs=example_batch).largest
+    assert found.kinds["copies of neighbours"] == 2 * found.parameters / 4
+
+
+@ranks(1, init=False)
 def test_weights_are_never_there():
     """Of a model of 40 GB no page is provided."""
     before = resident()

@@ -11,7 +11,7 @@ from torch import nn
 from deepspeed.config.precision import TorchAutocastConfig
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import logger, warn_once
-from deepspeed.precision.autocast import SAFE_MODULES, AutocastPolicy, forward_context, resolve_modules
+from deepspeed.precision.policy import SAFE_MODULES, AutocastPolicy, forward_context, resolve_modules
 
 
 class Outer:

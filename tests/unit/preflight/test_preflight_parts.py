@@ -10,13 +10,12 @@ from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 
 from deepspeed.comm.discover import RankFacts
-from deepspeed.preflight import rank_store
+from deepspeed.preflight import run
 from deepspeed.preflight.arguments import Options, Program, code_of, digest_of, option_of, parse
 from deepspeed.preflight.check import CheckFinding, Level
 from deepspeed.preflight.checks import CHECKS
 from deepspeed.preflight.checks.software import VersionFact, VersionsCheck
-from deepspeed.preflight.rank_store import absent_words
-from deepspeed.preflight.run import PreflightResult, judge_all
+from deepspeed.preflight.run import PreflightResult, absent_words, judge_all
 
 NAMES = [check.name for check in CHECKS]
 
@@ -145,8 +144,8 @@ def test_a_rank_without_facts_is_told_with_the_reason():
 def test_who_did_not_come_is_waited_for_once(monkeypatch):
     """Those who came are heard as soon as the last of them has spoken, whoever else comes late."""
     store = HashStore()
-    monkeypatch.setattr(rank_store, "_open", lambda facts, timeout: store)
-    said = [rank_store.RankStore(RankFacts(rank, 4, rank, 4, None, None, "a test"), 3600.0) for rank in range(4)]
+    monkeypatch.setattr(run, "_open", lambda facts, timeout: store)
+    said = [run.RankStore(RankFacts(rank, 4, rank, 4, None, None, "a test"), 3600.0) for rank in range(4)]
     for rank in (0, 1, 2):
         said[rank].post("alone", rank)
     waits = []
@@ -155,7 +154,7 @@ def test_who_did_not_come_is_waited_for_once(monkeypatch):
         waits.append(seconds)
         said[3].post("alone", 3)
 
-    monkeypatch.setattr(rank_store.time, "sleep", sleep)
+    monkeypatch.setattr(run.time, "sleep", sleep)
     assert said[0].collect("alone", [0, 1, 3]) == {0: 0, 1: 1, 3: 3}
     assert len(waits) == 1, "three words were there, and one of them was not asked for"
     assert said[0].collect("alone", [0, 2]) == {0: 0, 2: 2}

@@ -8,7 +8,7 @@ import torch
 from deepspeed.accelerator import clock
 from deepspeed.accelerator.cuda import CUDA_Accelerator
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFinished
-from deepspeed.monitor import subscriber
+from deepspeed.monitor import monitor
 from deepspeed.monitor.monitor import Monitor
 from deepspeed.profiling.throughput import Throughput
 from deepspeed.profiling.timers import WallClock
@@ -25,7 +25,7 @@ LONG = 200_000_000  # cycles: about a tenth of a second
 def cuda(monkeypatch):
     accelerator = CUDA_Accelerator()
     monkeypatch.setattr(clock, "get_accelerator", lambda: accelerator)
-    monkeypatch.setattr(subscriber, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(monitor, "get_accelerator", lambda: accelerator)
     torch.cuda.synchronize()
     yield
     torch.cuda.synchronize()
@@ -78,7 +78,7 @@ class Kept(Monitor):
 
 def test_the_monitor_never_waits_and_writes_the_loss_of_that_step(finished):
     events, monitor = EventStream(), Kept()
-    listener = subscriber.MonitorSubscriber(monitor).attach(events)
+    listener = monitor.MonitorSubscriber(monitor).attach(events)
     loss = torch.ones((), device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from deepspeed.accelerator import get_accelerator, reset_accelerator, set_accelerator
 from deepspeed.accelerator.cpu import CPU_Accelerator
-from deepspeed.memory import copy_stream
-from deepspeed.memory.copy_stream import CopyStream, DeviceCopyStream, copy_stream_for
+from deepspeed.memory import streaming
+from deepspeed.memory.streaming import CopyStream, DeviceCopyStream, copy_stream_for
 from deepspeed.runtime.activation_checkpointing.offload import (
     ActivationOffload,
     CallGroup,
@@ -262,7 +262,7 @@ class Event:
 def test_a_device_copies_on_its_second_stream(monkeypatch):
     accelerator = Streams()
     set_accelerator(accelerator)
-    monkeypatch.setattr(copy_stream, "SideStream", Beside)
+    monkeypatch.setattr(streaming, "SideStream", Beside)
     made = copy_stream_for(torch.device("cpu", 0))
     assert isinstance(made, DeviceCopyStream)
     made.synchronize()  # nothing was copied yet

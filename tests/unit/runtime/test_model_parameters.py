@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.runtime.model_parameters import ModelParameters
+from deepspeed.runtime.backward import ModelParameters
 
 
 def nested():

@@ -9,9 +9,8 @@ from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
-from deepspeed.verify.fingerprints import Fingerprint, sum_of_bits
+from deepspeed.verify.copies import Fingerprint, flaw, sum_of_bits
 from deepspeed.verify.formulas import FORMULAS, formula_of, updated
-from deepspeed.verify.random_states import flaw
 from deepspeed.verify.replay import record
 from deepspeed.verify.sample import SampledUpdate, StepFacts
 

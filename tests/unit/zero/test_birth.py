@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from torch import nn
 
-from deepspeed.transformers.construct import ParameterConstruction
+from deepspeed.transformers.source import ParameterConstruction
 
 
 class Log:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.zero.birth.touched import TouchedParameters
+from deepspeed.zero.birth.init import TouchedParameters
 from deepspeed.zero.parameters.parameter import ZeroParameter, shard_parameter
 from deepspeed.zero.parameters.shard import ZeroParamStatus, shard_of
 

@@ -17,10 +17,10 @@ from deepspeed.checkpoint.formats.guard import guarded, rank_count, shapes_of
 from deepspeed.checkpoint.formats.source import IntervalIndex, Small, Source, StoredInterval
 from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.formats.values import decode
-from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_attributes
 from deepspeed.checkpoint.formats.zero_files.experts import ExpertReader
 from deepspeed.checkpoint.formats.zero_files.file_names import CheckpointFiles, sort_files
 from deepspeed.checkpoint.formats.zero_files.flat_reader import Sharding, sharding_of
+from deepspeed.checkpoint.formats.zero_files.flat_writer import scaler_attributes
 from deepspeed.checkpoint.formats.zero_files.whole_optimizer import WholeOptimizer
 from deepspeed.checkpoint.formats.zero_files.writer import EXTRA, RESERVED
 from deepspeed.errors import CheckpointError

@@ -13,10 +13,9 @@ from torch import Tensor
 from deepspeed._package import __version__
 from deepspeed.checkpoint.formats.adapters import plain_splits, with_slices
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files, Host, rank_entries
-from deepspeed.checkpoint.formats.stand_ins import StandIns
+from deepspeed.checkpoint.formats.safe_load import StandIns
 from deepspeed.checkpoint.formats.training_state import ExpertState, TrainingState
 from deepspeed.checkpoint.formats.values import decode, encode, plain
-from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_stand_in
 from deepspeed.checkpoint.formats.zero_files.experts import layer_of, number_of
 from deepspeed.checkpoint.formats.zero_files.file_names import (
     expert_file,
@@ -27,6 +26,7 @@ from deepspeed.checkpoint.formats.zero_files.file_names import (
     rank_file,
 )
 from deepspeed.checkpoint.formats.zero_files.flat_writer import (
+    scaler_stand_in,
     sharded_by_group,
     sharded_by_parameter,
     sub_groups,
@@ -252,7 +252,7 @@ def _frozen_fragments(state: TrainingState, host: Host) -> OrderedDict[str, Tens
 def _sharded_entries(state: TrainingState, host: Host) -> dict[str, Any]:
     by_parameter = state.stage == 3
     entries: dict[str, Any] = (sharded_by_parameter if by_parameter else sharded_by_group)(state, host)
-    # [Note: objects without classes] in class_stand_ins.py
+    # [Note: objects without classes] in flat_writer.py
     scaler = scaler_stand_in(state.loss_scale) if by_parameter else None
     if scaler is not None:
         entries["loss_scaler"] = scaler

@@ -5,8 +5,11 @@ Products and sums are not fused, so that bits equal those of the references.
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,9 +20,13 @@ from deepspeed.ops.precompile import launch
 
 SPAN, SPAN_WARPS = 4096, 4
 """Elements of a program, and its warps."""
+UNROLL = tl.constexpr(4)
+"""Rows whose codes are on their way at once."""
 ROUND = tl.constexpr(12582912.0)
 """What a float32 of few digits is added to, so that its last bits are the nearest integer, ties to even."""
 
+Places = tuple[tuple[int, int, int, int], ...]
+"""Parts of rows: (where the numbers begin, how many, where in the message the codes begin, where the scales)."""
 _KINDS = {"int8": 0, "int4": 1, "fp8_e4m3": 2, "fp8_e5m2": 3}
 """How a number is written; 4: a small float of FRACTION and BIAS."""
 
@@ -142,16 +149,11 @@ def _encode_blocks(
 
 
 @triton.jit
-def _encode(
-    x_ptr, payload_ptr, scale_ptr, numel, x_stride, payload_stride, scale_stride, share, smallest,
+def _encode_span(
+    x_ptr, payload_ptr, scale_ptr, left, share, smallest,
     KIND: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    start, row = tl.program_id(0).to(tl.int64) * SPAN, tl.program_id(1).to(tl.int64)
-    x_ptr += row * x_stride + start
-    payload_ptr += row * payload_stride + start // LANES * (LANES * BITS // 8)
-    scale_ptr += row * scale_stride + start // BLOCK
-    left = (numel - start).to(tl.int32)
     if left >= SPAN:
         _encode_blocks(
             x_ptr, payload_ptr, scale_ptr, SPAN, BLOCK // LANES, SPAN // BLOCK, share, smallest,
@@ -164,6 +166,41 @@ def _encode(
             x_ptr, payload_ptr, scale_ptr, left, group, tl.cdiv(left, BLOCK), share, smallest,
             KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN,
         )  # fmt: skip
+
+
+@triton.jit
+def _encode(
+    x_ptr, payload_ptr, scale_ptr, numel, x_stride, payload_stride, scale_stride, share, smallest,
+    KIND: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    start, row = tl.program_id(0).to(tl.int64) * SPAN, tl.program_id(1).to(tl.int64)
+    x_ptr += row * x_stride + start
+    payload_ptr += row * payload_stride + start // LANES * (LANES * BITS // 8)
+    scale_ptr += row * scale_stride + start // BLOCK
+    left = (numel - start).to(tl.int32)
+    _encode_span(x_ptr, payload_ptr, scale_ptr, left, share, smallest, KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN)
+
+
+@triton.jit
+def _place(table_ptr, message_ptr, ALIGNED: tl.constexpr):
+    """(where numbers begin, codes, scales, how many numbers are left) of a span of a table."""
+    table_ptr += tl.program_id(0) * 4
+    scale_ptr = (message_ptr + tl.load(table_ptr + 2)).to(tl.pointer_type(tl.float32))
+    payload_ptr = message_ptr + tl.multiple_of(tl.load(table_ptr + 1), 16)
+    return tl.multiple_of(tl.load(table_ptr), ALIGNED), payload_ptr, scale_ptr, tl.load(table_ptr + 3).to(tl.int32)
+
+
+@triton.jit
+def _encode_parts(
+    x_ptr, message_ptr, table_ptr, x_stride, message_stride, share, smallest, ALIGNED: tl.constexpr,
+    KIND: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    start, payload_ptr, scale_ptr, left = _place(table_ptr, message_ptr + row * message_stride, ALIGNED)
+    x_ptr += row * x_stride + start
+    _encode_span(x_ptr, payload_ptr, scale_ptr, left, share, smallest, KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN)
 
 
 @triton.jit
@@ -208,7 +245,7 @@ def _decode_blocks(
     a, b, c, d = _lanes(payload_ptr, scale, to, group, q, KIND, BITS, LANES, FRACTION, BIAS)
     if SUM:
         a, b, c, d = a + 0.0, b + 0.0, c + 0.0, d + 0.0  # a negative zero is added to zero
-        for _ in range(1, rows):
+        for _ in tl.range(1, rows, loop_unroll_factor=UNROLL):
             payload_ptr += payload_stride
             scale_ptr += scale_stride
             scale = tl.load(scale_ptr + blocks, mask=blocks < count, other=0.0)[:, None]
@@ -229,16 +266,11 @@ def _decode_blocks(
 
 
 @triton.jit
-def _decode(
-    payload_ptr, scale_ptr, out_ptr, numel, rows, payload_stride, scale_stride, next_payload, next_scale, out_stride,
+def _decode_span(
+    payload_ptr, scale_ptr, out_ptr, left, rows, next_payload, next_scale,
     SUM: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, FRACTION: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    start, row = tl.program_id(0).to(tl.int64) * SPAN, tl.program_id(1).to(tl.int64)
-    payload_ptr += row * payload_stride + start // LANES * (LANES * BITS // 8)
-    scale_ptr += row * scale_stride + start // BLOCK
-    out_ptr += row * out_stride + start
-    left = (numel - start).to(tl.int32)
     if left >= SPAN:
         _decode_blocks(
             payload_ptr, scale_ptr, out_ptr, SPAN, BLOCK // LANES, SPAN // BLOCK, rows, next_payload, next_scale,
@@ -251,6 +283,38 @@ def _decode(
             payload_ptr, scale_ptr, out_ptr, left, group, tl.cdiv(left, BLOCK), rows, next_payload, next_scale,
             SUM, KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN,
         )  # fmt: skip
+
+
+@triton.jit
+def _decode(
+    payload_ptr, scale_ptr, out_ptr, numel, rows, payload_stride, scale_stride, next_payload, next_scale, out_stride,
+    SUM: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, FRACTION: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    start, row = tl.program_id(0).to(tl.int64) * SPAN, tl.program_id(1).to(tl.int64)
+    payload_ptr += row * payload_stride + start // LANES * (LANES * BITS // 8)
+    scale_ptr += row * scale_stride + start // BLOCK
+    out_ptr += row * out_stride + start
+    left = (numel - start).to(tl.int32)
+    _decode_span(
+        payload_ptr, scale_ptr, out_ptr, left, rows, next_payload, next_scale,
+        SUM, KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sum_parts(
+    message_ptr, out_ptr, table_ptr, rows, next_message, message_stride, out_stride, ALIGNED: tl.constexpr,
+    KIND: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    start, payload_ptr, scale_ptr, left = _place(table_ptr, message_ptr + row * message_stride, ALIGNED)
+    out_ptr += row * out_stride + start
+    _decode_span(
+        payload_ptr, scale_ptr, out_ptr, left, rows, next_message, next_message // 4,
+        True, KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN,
+    )  # fmt: skip
 
 
 def _constants(form: Format, block: int) -> dict[str, Any]:
@@ -276,6 +340,37 @@ def encode(form: Format, block: int, values: Tensor, payload: Tensor, scales: Te
     launch(_encode, grid, values, payload, scales, numel, *strides, form.inverse, smallest, **constants)
 
 
+@lru_cache(512)
+def _table(places: Places, block: int, bits: int, device: torch.device) -> tuple[Tensor, int]:
+    """Where each span of parts begins, see `_place`, and what all numbers begin at a multiple of."""
+    span, spans = max(SPAN, block), []
+    for start, length, payload, scale in places:
+        at = torch.arange(0, length, span)
+        step = at // span
+        codes = payload + step * (span * bits // 8)
+        spans.append(
+            torch.stack([start + at, codes, scale + step * (span // block * 4), (length - at).clamp(max=span)], 1)
+        )
+    return torch.cat(spans).to(device), math.gcd(16, *(place[0] for place in places))
+
+
+def encode_parts(form: Format, block: int, places: Places, values: Tensor, message: Tensor, smallest: float) -> None:
+    """See `deepspeed.ops.codecs.rows.encode_parts`."""
+    table, aligned = _table(places, block, form.bits, values.device)
+    constants = _constants(form, block) | {"ALIGNED": aligned}
+    strides = values.stride(0), message.stride(0)
+    grid = len(table), len(values)
+    launch(_encode_parts, grid, values, message, table, *strides, form.inverse, smallest, **constants)
+
+
+def sum_parts(form: Format, block: int, places: Places, messages: Tensor, out: Tensor) -> None:
+    """See `deepspeed.ops.codecs.rows.sum_parts`."""
+    table, aligned = _table(places, block, form.bits, out.device)
+    constants = _constants(form, block) | {"ALIGNED": aligned}
+    strides = *messages.stride()[:2], out.stride(0)
+    launch(_sum_parts, (len(table), len(out)), messages, out, table, len(messages), *strides, **constants)
+
+
 def decode(form: Format, block: int, payload: Tensor, scales: Tensor, out: Tensor, *, add: bool) -> None:
     """See `deepspeed.ops.codecs.rows.decode`; with `add` as `decode_sum`."""
     constants, (rows, numel) = _constants(form, block), out.shape
@@ -287,17 +382,19 @@ def decode(form: Format, block: int, payload: Tensor, scales: Tensor, out: Tenso
 
 
 @triton.jit
-def _signs(x_ptr, payload_ptr, numel, x_stride, payload_stride, BLOCK: tl.constexpr):
+def _signs(x_ptr, payload_ptr, square_ptr, numel, x_stride, payload_stride, BLOCK: tl.constexpr):
     start, row = tl.program_id(0).to(tl.int64) * BLOCK, tl.program_id(1).to(tl.int64)
     x_ptr += row * x_stride + start
     payload_ptr += row * payload_stride + start // 8
     length = tl.minimum(numel - start, BLOCK).to(tl.int32)
     q = tl.arange(0, BLOCK // 8)
     code = tl.zeros((BLOCK // 8,), dtype=tl.int32)
+    squares = tl.zeros((BLOCK // 8,), dtype=tl.float32)
     if length == BLOCK:
         for lane in tl.static_range(8):
             x = tl.load(x_ptr + lane * (BLOCK // 8) + q).to(tl.float32)
             code |= (x < 0).to(tl.int32) << lane
+            squares += x * x
         tl.store(payload_ptr + q, code.to(tl.uint8))
     else:
         group = (length + 7) // 8
@@ -305,7 +402,15 @@ def _signs(x_ptr, payload_ptr, numel, x_stride, payload_stride, BLOCK: tl.conste
             at = lane * group + q
             x = tl.load(x_ptr + at, mask=(q < group) & (at < length), other=0.0).to(tl.float32)
             code |= (x < 0).to(tl.int32) << lane
+            squares += x * x
         tl.store(payload_ptr + q, code.to(tl.uint8), mask=q < group)
+    tl.store(square_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(squares, axis=0))
+
+
+@triton.jit
+def _with_sign(scale, code, lane):
+    """The scale, below zero where the lane's bit is set."""
+    return (scale.to(tl.int32, bitcast=True) ^ ((code >> lane) << 31)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -323,14 +428,14 @@ def _signed(
     q = tl.arange(0, BLOCK // 8)[None, :]
     scale = tl.load(scale_ptr)
     code = tl.load(payload_ptr + q, mask=q < group, other=0).to(tl.int32)
-    value = tl.where(((code >> lane) & 1) == 1, -scale, scale)
+    value = _with_sign(scale, code, lane)
     if SUM:
-        for _ in range(1, rows):
+        for _ in tl.range(1, rows, loop_unroll_factor=UNROLL):
             payload_ptr += payload_stride
             scale_ptr += scale_stride
             scale = tl.load(scale_ptr)
             code = tl.load(payload_ptr + q, mask=q < group, other=0).to(tl.int32)
-            value += tl.where(((code >> lane) & 1) == 1, -scale, scale)
+            value += _with_sign(scale, code, lane)
     value = value.to(out_ptr.dtype.element_ty)
     if length == BLOCK:
         tl.store(out_ptr + (lane * (BLOCK // 8) + q), value)
@@ -339,11 +444,14 @@ def _signed(
         tl.store(out_ptr + at, value, mask=(q < group) & (at < length))
 
 
-def signs(values: Tensor, payload: Tensor, block: int) -> None:
+def signs(values: Tensor, payload: Tensor, block: int) -> Tensor:
     """See `deepspeed.ops.codecs.rows.signs`."""
     rows, numel = values.shape
     grid = cdiv(numel, block), rows
-    launch(_signs, grid, values, payload, numel, values.stride(0), payload.stride(0), BLOCK=block, num_warps=4)
+    squares = torch.empty(rows, grid[0], dtype=torch.float32, device=values.device)
+    strides = values.stride(0), payload.stride(0)
+    launch(_signs, grid, values, payload, squares, numel, *strides, BLOCK=block, num_warps=4)
+    return squares.sum(1, keepdim=True).sqrt_()
 
 
 def signed(payload: Tensor, scales: Tensor, out: Tensor, block: int, *, add: bool) -> None:

@@ -14,6 +14,7 @@ Where both may come, they have a launch each, with tiles of their own; a program
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -303,18 +304,18 @@ def attend(
     tile = options.tile or tile_of(query, key_pages, tables, options)
     pages = key_pages, value_pages, tables, starts, lengths
     if sequences == 1 or tile.rows < 128 or options.deterministic:
-        return _attended(query, *pages, options, tile, out, 0)
-    _attended(query, *pages, options, tile, out, 2)
+        return _attended(query, pages, options, tile, out, 0)
+    _attended(query, pages, options, tile, out, 2)
     single = replace(options, max_query=1)
     few = tile_of(query[:sequences], key_pages, tables, single)._replace(splits=1)
-    return _attended(query, *pages, single, few, out, 1)
+    return _attended(query, pages, single, few, out, 1)
 
 
 def _attended(
-    query: Tensor, key_pages: Tensor, value_pages: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor,
-    options: AttentionOptions, tile: AttentionTile, out: Tensor, only: int,
-) -> Tensor:  # fmt: skip
+    query: Tensor, pages: Sequence[Tensor], options: AttentionOptions, tile: AttentionTile, out: Tensor, only: int
+) -> Tensor:
     """`out`, to which the sequences of a kind are written: see `_attend`."""
+    key_pages, value_pages, tables, starts, lengths = pages
     tokens, heads, width = query.shape
     size, kv_heads = key_pages.shape[1:3]
     value_width, sequences, device = value_pages.shape[3], len(tables), query.device

@@ -55,6 +55,37 @@ def _four(code, zero, TYPE: tl.constexpr, ZEROS: tl.constexpr):
     return small
 
 
+def _eight_fours(large: int, one: int, less: int, kind: str) -> str:
+    """Code that makes pairs of the eight numbers of two words: 0 to 15 as the last bits of a power of two, less it."""
+    lines = [f"mov.b32 one, {one * 65537:#x}; mov.b32 less, {less * 65537:#x};"]
+    lines.append("prmt.b32 lo, $8, $9, 0x5410; prmt.b32 hi, $8, $9, 0x7632;")
+    for k in range(8):
+        half, shift = ("lo", "hi")[k // 4], 4 * (k % 4)
+        lines.append(f"shr.b32 t, {half}, {shift};" if shift else f"mov.b32 t, {half};")
+        lines.append(f"lop3.b32 t, t, 0x000f000f, {large * 65537:#x}, 0xea;")  # (a & b) | c
+        lines.append(f"fma.rn.{kind}x2 ${k}, t, one, less;")
+    return "{.reg .b32 lo, hi, t, one, less; " + " ".join(lines) + "}"
+
+
+_PAIRS = tl.constexpr("=r," * 8 + "r,r")
+_FOURS = tl.constexpr(_eight_fours(0x4300, 0x3F80, 0xC308, "bf16"))  # 128 + n, 1, -136
+_FOURS16 = tl.constexpr(_eight_fours(0x6400, 0x3C00, 0xE408, "f16"))  # 1024 + n, 1, -1032
+
+
+@triton.jit
+def _fours(words, TYPE: tl.constexpr):
+    """The eight numbers of each word, -8 to 7."""
+    if tl.bfloat16 == TYPE:
+        numbers = tl.inline_asm_elementwise(
+            _FOURS, _PAIRS, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        numbers = tl.inline_asm_elementwise(
+            _FOURS16, _PAIRS, [words], dtype=(tl.float16,) * 8, is_pure=True, pack=2
+        )  # fmt: skip
+    return numbers
+
+
 @triton.jit
 def _six(low, high, TYPE: tl.constexpr):
     """Numbers of 6 bits, times 2^-12: as numbers of 16 bits whose exponents have the same low bits."""
@@ -70,7 +101,7 @@ def _six(low, high, TYPE: tl.constexpr):
 @triton.jit
 def _unit(
     w_at, x_ptr, x_row, row, rows, column, inner, zero, total,
-    MODE: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr,
+    MODE: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Add what a unit of 128 columns gives; `w_at` is where each row has it."""
     type: tl.constexpr = x_ptr.dtype.element_ty
@@ -93,9 +124,15 @@ def _unit(
         return tl.dot(w, _x(x_ptr, x_row, row, rows, column, inner, 128, WHOLE), total)
     elif MODE == 4:
         words = tl.load(w_at.to(tl.pointer_type(tl.int32))[:, None] + tl.arange(0, 16)[None, :])
-        for k in tl.static_range(8):
-            w = _four((words >> (4 * k)) & 15, zero, type, ZEROS)
-            total = tl.dot(w, _x(x_ptr, x_row, row, rows, column + 16 * k, inner, 16, WHOLE), total)
+        if PDL and not ZEROS:
+            numbers = _fours(words, type)
+            for k in tl.static_range(8):
+                x = _x(x_ptr, x_row, row, rows, column + 16 * k, inner, 16, WHOLE)
+                total = tl.dot(numbers[k], x, total)
+        else:
+            for k in tl.static_range(8):
+                w = _four((words >> (4 * k)) & 15, zero, type, ZEROS)
+                total = tl.dot(w, _x(x_ptr, x_row, row, rows, column + 16 * k, inner, 16, WHOLE), total)
         return total
     else:
         at = tl.arange(0, 32)[None, :]
@@ -117,7 +154,8 @@ def _packed(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr,
     rows, inner, outs, x_row, w_row, groups, per_group, steps,
     MODE: tl.constexpr, BYTES: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-    PARTS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, LINES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     turn = tl.program_id(1)
@@ -128,7 +166,7 @@ def _packed(
     begin = part * steps
     end = tl.minimum(begin + steps, tl.cdiv(inner, 128))
     needed = (end - begin) * BYTES if WHOLE else 0  # else a row may end before its last unit does
-    fetch_ahead(w_at + begin * BYTES, needed, 2, PDL)
+    fetch_ahead(w_at + begin * BYTES, needed, LINES, PDL)
     after_others(PDL)
     total = tl.zeros((OUT, ROWS), dtype=tl.float32)
     offset: tl.constexpr = 128.0 if MODE == 8 else 0.0
@@ -144,14 +182,14 @@ def _packed(
             next_zero = tl.load(zeros_ptr + later).to(tl.float32) - offset if ZEROS else zero
             none = tl.zeros((OUT, ROWS), dtype=tl.float32)
             found = _unit(
-                w_at + step * BYTES, x_ptr, x_row, row, rows, step * 128, inner, zero, none, MODE, ZEROS, WHOLE
-            )
+                w_at + step * BYTES, x_ptr, x_row, row, rows, step * 128, inner, zero, none, MODE, ZEROS, WHOLE, PDL
+            )  # fmt: skip
             total += found * scale.to(tl.float32)[:, None]
             scale, zero = next_scale, next_zero
         else:
             total = _unit(
-                w_at + step * BYTES, x_ptr, x_row, row, rows, step * 128, inner, zero, total, MODE, ZEROS, WHOLE
-            )
+                w_at + step * BYTES, x_ptr, x_row, row, rows, step * 128, inner, zero, total, MODE, ZEROS, WHOLE, PDL
+            )  # fmt: skip
     if not GROUPED:
         total *= scale.to(tl.float32)[:, None]
     if MODE == 6:
@@ -177,11 +215,8 @@ def _packed_row(
     out = tl.program_id(0) * OUT + tl.arange(0, OUT)
     line = tl.minimum(out, outs - 1)
     w_ptr = w_ptr.to(tl.pointer_type(tl.int32 if KIND == 4 else tl.int64 if KIND == 8 else tl.uint8))
-    needed = w_row * (4 if KIND == 4 else 8 if KIND == 8 else 1) if WHOLE else 0
-    fetch_ahead(w_ptr + line.to(tl.int64) * w_row, needed, 128 // OUT, PDL)
-    after_others(PDL)
     total = row_sum(
-        x_ptr, w_ptr, scales_ptr, zeros_ptr, line, inner, w_row, groups, per_group, KIND, ZEROS, WHOLE, OUT, UNITS
+        x_ptr, w_ptr, scales_ptr, zeros_ptr, line, inner, w_row, groups, per_group, KIND, ZEROS, WHOLE, OUT, UNITS, PDL
     )
     if BIAS:
         total += tl.load(bias_ptr + line).to(tl.float32)
@@ -233,7 +268,8 @@ def multiply(
         MODE=_MODES[packed.mode] if x_scale is None else 2,
         BYTES=UNIT * (8 if packed.mode == "fp8" else _MODES[packed.mode]) // 8,
         GROUPED=packed.group_size > 0, ZEROS=packed.zeros is not None, BIAS=bias is not None, PARTS=parts,
-        OUT=tile.out, ROWS=narrow, WHOLE=inner % UNIT == 0, num_warps=tile.warps, num_stages=tile.stages,
+        OUT=tile.out, ROWS=narrow, WHOLE=inner % UNIT == 0, LINES=tile.lines,
+        num_warps=tile.warps, num_stages=tile.stages,
         **overlaps(x.device),
     )  # fmt: skip
     return found

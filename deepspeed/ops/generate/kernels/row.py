@@ -7,6 +7,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from deepspeed.ops.model.kernels.common import after_others
+
 # [Note: integers as subnormal numbers] The bits of an integer below 2^24 are those of the float32 number that is 2^-149
 # times as large: a mask is all that makes a factor of it. x is taken 2^99 times, and the sum 2^50 times in the end.
 LESS = tl.constexpr(2.0**50)
@@ -30,10 +32,23 @@ def _x(x_ptr, at, inner, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _numbers(places, column, unit, first, units, inner, KIND: tl.constexpr, WHOLE: tl.constexpr):
+    """What a step reads of the weight; nothing behind the last unit."""
+    if WHOLE:
+        w = tl.load(places, mask=first < units, other=0, eviction_policy="evict_first")
+    else:
+        inside = (unit + first < units)[:, None, None]
+        if KIND == 1:  # others are padded to whole units
+            inside = inside & (first * 128 + column < inner)
+        w = tl.load(places, mask=inside[None], other=0, eviction_policy="evict_first")
+    return w
+
+
+@triton.jit
 def row_sum(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, line, inner, w_row, groups, per_group,
     KIND: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr,
-    OUT: tl.constexpr, UNITS: tl.constexpr,
+    OUT: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """[OUT] float32: x times these lines of a weight, UNITS units of 128 columns in a step; WHOLE if all are full.
 
@@ -50,14 +65,11 @@ def row_sum(
     group = line[:, None, None] * groups + lane[None, None, :] * 0
     units = tl.cdiv(inner, 128)
     total = tl.zeros((OUT, UNITS, LANES), dtype=tl.float32)
+    w = _numbers(w_ptr + place, column, unit, 0, units, inner, KIND, WHOLE)
+    after_others(PDL)
     for first in range(0, units, UNITS):
-        if WHOLE:
-            w = tl.load(w_ptr + place + first * STEP, eviction_policy="evict_first")
-        else:
-            inside = (unit + first < units)[:, None, None]
-            if KIND == 1:  # others are padded to whole units
-                inside = inside & (first * 128 + column < inner)
-            w = tl.load(w_ptr + place + first * STEP, mask=inside[None], other=0, eviction_policy="evict_first")
+        # What the next step needs is on its way while this one computes.
+        later = _numbers(w_ptr + place + (first + UNITS) * STEP, column, unit, first + UNITS, units, inner, KIND, WHOLE)
         at = first * 128 + column
         if KIND == 4:
             found, sum = tl.zeros((OUT, UNITS, LANES, EACH), tl.float32), tl.zeros((UNITS, LANES, EACH), tl.float32)
@@ -82,4 +94,5 @@ def row_sum(
             zero = tl.load(zeros_ptr + which).to(tl.float32) if ZEROS else 1 << (KIND - 1)
             found -= (tl.sum(sum, 2) * 2.0**-149)[None] * zero
         total += found * tl.load(scales_ptr + which).to(tl.float32)
+        w = later
     return tl.sum(tl.sum(total, 2), 1) * (1.0 if KIND == 1 else LESS)

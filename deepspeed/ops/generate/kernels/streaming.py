@@ -29,6 +29,8 @@ class ProductTile(NamedTuple):
     inner: int = 128
     stages: int = 4
     warps: int = 4
+    lines: int = 8
+    """Of 128 bytes that a program fetches of each row before it waits for what it multiplies."""
 
 
 @triton.jit
@@ -52,11 +54,12 @@ def _times(w_ptr, w_row, x_ptr, x_row, first, rows, outs, begin, end, inner,
 
 
 @triton.jit
-def ahead(w_ptr, w_row, first, outs, begin, end, inner, OUT: tl.constexpr, INNER: tl.constexpr, PDL: tl.constexpr):
+def ahead(w_ptr, w_row, first, outs, begin, end, inner,
+          OUT: tl.constexpr, INNER: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Bring the begin of a tile to the device's cache: a weight is there before what multiplies it."""
     line = tl.minimum(first + tl.arange(0, OUT), outs - 1).to(tl.int64)
     needed = (tl.minimum(end * INNER, inner) - begin * INNER) * (w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    fetch_ahead(w_ptr + line * w_row + begin * INNER, needed, 2, PDL)
+    fetch_ahead(w_ptr + line * w_row + begin * INNER, needed, LINES, PDL)
 
 
 @triton.jit
@@ -101,7 +104,8 @@ def _stream(
     x_ptr, w1_ptr, w2_ptr, w3_ptr, b1_ptr, b2_ptr, b3_ptr, y_ptr, partial_ptr, counters_ptr,
     rows, inner, x_row, w1_row, w2_row, w3_row, outs1, outs2, outs3, tiles1, tiles2, steps,
     B1: tl.constexpr, B2: tl.constexpr, B3: tl.constexpr, PARTS: tl.constexpr,
-    OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+    OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, LINES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     w_ptr, w_row, outs, first, which = w1_ptr, w1_row, outs1, tile * OUT, 1
@@ -113,7 +117,7 @@ def _stream(
         y_ptr += rows * outs1
     begin = part * steps
     end = tl.minimum(begin + steps, tl.cdiv(inner, INNER))
-    ahead(w_ptr, w_row, first, outs, begin, end, inner, OUT, INNER, PDL)
+    ahead(w_ptr, w_row, first, outs, begin, end, inner, OUT, INNER, LINES, PDL)
     after_others(PDL)
     total = _times(w_ptr, w_row, x_ptr, x_row, first, rows, outs, begin, end, inner, OUT, INNER, ROWS, WHOLE)
     last = part >= 0
@@ -136,13 +140,14 @@ def _stream_gated(
     x_ptr, gate_ptr, up_ptr, b1_ptr, b2_ptr, y_ptr, partial_ptr, counters_ptr,
     rows, inner, x_row, gate_row, up_row, outs, tiles, steps,
     B1: tl.constexpr, B2: tl.constexpr, KIND: tl.constexpr, PARTS: tl.constexpr,
-    OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+    OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, LINES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     first, begin = tile * OUT, part * steps
     end = tl.minimum(begin + steps, tl.cdiv(inner, INNER))
-    ahead(gate_ptr, gate_row, first, outs, begin, end, inner, OUT, INNER, PDL)
-    ahead(up_ptr, up_row, first, outs, begin, end, inner, OUT, INNER, PDL)
+    ahead(gate_ptr, gate_row, first, outs, begin, end, inner, OUT, INNER, LINES, PDL)
+    ahead(up_ptr, up_row, first, outs, begin, end, inner, OUT, INNER, LINES, PDL)
     after_others(PDL)
     out, row, at = first + tl.arange(0, OUT), tl.arange(0, ROWS), tl.arange(0, INNER)
     line = tl.minimum(out, outs - 1).to(tl.int64)[:, None]
@@ -232,7 +237,7 @@ def stream(
         x, *three, *(three[0] if bias is None else bias for bias in given), found,
         *scratch(tiles, parts, tile, narrow, x), rows, inner, x.stride(0), *(w.stride(0) for w in three), *sizes,
         *ends, steps, B1=given[0] is not None, B2=given[1] is not None, B3=given[2] is not None, PARTS=parts,
-        OUT=tile.out, INNER=tile.inner, ROWS=narrow, WHOLE=inner % tile.inner == 0,
+        OUT=tile.out, INNER=tile.inner, ROWS=narrow, WHOLE=inner % tile.inner == 0, LINES=tile.lines,
         num_warps=tile.warps, num_stages=tile.stages, **overlaps(x.device),
     )  # fmt: skip
     return [each.view(rows, -1) for each in found.split([rows * out for out in outs])]
@@ -255,7 +260,7 @@ def stream_gated(
         x, *weights, *(found if bias is None else bias for bias in biases), found,
         *scratch(2 * tiles, parts, tile, narrow, x), rows, inner, x.stride(0), *(w.stride(0) for w in weights), outs,
         tiles, steps, B1=biases[0] is not None, B2=biases[1] is not None, KIND=KINDS[kind], PARTS=parts,
-        OUT=tile.out, INNER=tile.inner, ROWS=narrow, WHOLE=inner % tile.inner == 0,
+        OUT=tile.out, INNER=tile.inner, ROWS=narrow, WHOLE=inner % tile.inner == 0, LINES=tile.lines,
         num_warps=tile.warps, num_stages=tile.stages, **overlaps(x.device),
     )  # fmt: skip
     return found

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from deepspeed.ops.model.rows import WIDEST
+from deepspeed.ops.model.linear import WIDEST
 from deepspeed.ops.precompile import is_placeholder
 
 
@@ -64,22 +64,22 @@ def after_others(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-_PIECE = tl.constexpr(512)
+_LINE = tl.constexpr(128)
 
 
 @triton.jit
-def fetch_ahead(rows, needed, PIECES: tl.constexpr, PDL: tl.constexpr):
-    """Bring the begin of these rows [rows], of which so many bytes are needed, to the device's cache.
+def fetch_ahead(rows, needed, LINES: tl.constexpr, PDL: tl.constexpr):
+    """Bring the first lines of these rows [rows], of which so many bytes are needed, to the device's cache.
 
     Before `after_others` this reads memory while what was launched before computes.
     """
-    if PDL:
-        piece = tl.arange(0, PIECES)[None, :] * _PIECE
-        at = (rows.to(tl.int64) & -16)[:, None] + piece
-        size = tl.minimum(needed - piece, _PIECE) & -16
+    if PDL and LINES > 0:
+        place = tl.arange(0, LINES)[None, :] * _LINE
+        at = (rows.to(tl.int64) & -4)[:, None] + place
+        left = (needed - place + tl.zeros_like(at)).to(tl.int32)
         tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
-            "=r,l,r", [at, size.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            "{.reg .pred p; setp.gt.s32 p, $2, 3; mov.u32 $0, 0; @p ld.global.L2::128B.b32 $0, [$1];}",
+            "=r,l,r", [at, left], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 

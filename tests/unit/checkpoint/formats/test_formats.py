@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deepspeed.checkpoint.formats.adapters import state_of
 from deepspeed.checkpoint.formats.detect import open_checkpoint
-from deepspeed.checkpoint.formats.reshard import state_of
 from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.errors import CheckpointError, UsageError
 from tests.checkpoint_states import SMALL, WRITERS, Whole

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint.formats import stand_ins as looms
-from deepspeed.checkpoint.formats.stand_ins import StandIns
+from deepspeed.checkpoint.formats import safe_load as looms
+from deepspeed.checkpoint.formats.safe_load import StandIns
 from deepspeed.checkpoint.formats.zero_files.writer import files
 from deepspeed.errors import CheckpointError
 from tests.checkpoint_states import SMALL

@@ -7,11 +7,11 @@ from collections import OrderedDict
 import pytest
 import torch
 
+from deepspeed.checkpoint.formats.adapters import state_of
 from deepspeed.checkpoint.formats.detect import open_checkpoint
-from deepspeed.checkpoint.formats.reshard import state_of
 from deepspeed.checkpoint.formats.safe_load import safe_load
-from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_stand_in, with_classes
 from deepspeed.checkpoint.formats.zero_files.file_names import expert_file, layer_file, sort_files
+from deepspeed.checkpoint.formats.zero_files.flat_writer import scaler_stand_in, with_classes
 from deepspeed.checkpoint.formats.zero_files.writer import files
 from tests.checkpoint_states import ORDER, SMALL, Whole, fixture
 

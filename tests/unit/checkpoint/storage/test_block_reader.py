@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspeed.checkpoint.storage.block_reader import FileCheck, Range
-from deepspeed.checkpoint.storage.block_writer import FileFacts
-from deepspeed.checkpoint.storage.checksum import PIECE, RunningSums
+from deepspeed.checkpoint.storage.block_writer import PIECE, FileFacts, RunningSums
 from deepspeed.errors import CheckpointError
 
 BLOCK = 1000

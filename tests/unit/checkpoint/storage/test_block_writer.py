@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspeed.checkpoint.storage import block_writer as streams
-from deepspeed.checkpoint.storage.block_writer import Stream, WriterOptions
-from deepspeed.checkpoint.storage.checksum import columns
+from deepspeed.checkpoint.storage.block_writer import Stream, WriterOptions, columns
 
 BLOCK = 4096 * 4
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint.storage.checksum import PIECE, RunningSums, columns
+from deepspeed.checkpoint.storage.block_writer import PIECE, RunningSums, columns
 
 ROW = 1021 * 8
 SIZES = (0, 1, 7, ROW - 1, ROW, ROW + 1, 3 * ROW + 5, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + ROW + 3)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from deepspeed.checkpoint.storage import manifest
 from deepspeed.checkpoint.storage.block_reader import FileCheck
-from deepspeed.checkpoint.storage.block_writer import FileFacts
-from deepspeed.checkpoint.storage.checksum import KINDS
+from deepspeed.checkpoint.storage.block_writer import KINDS, FileFacts
 from deepspeed.checkpoint.storage.durable import write_tensorfile, write_text
 from deepspeed.checkpoint.storage.manifest import Manifest
 from deepspeed.errors import CheckpointError

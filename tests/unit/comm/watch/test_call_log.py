@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from deepspeed.comm.operations import OPERATIONS
 from deepspeed.comm.records import GroupRecord
-from deepspeed.comm.watch import call_log
-from deepspeed.comm.watch.call_log import SIZE, SLOTS, CallLog, open_log, progress_of, read_calls, read_end
+from deepspeed.comm.watch import report
+from deepspeed.comm.watch.report import SIZE, SLOTS, CallLog, open_log, progress_of, read_calls, read_end
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory files")
 WORLD = GroupRecord("world", (0, 1), 0, "gloo", {})
@@ -93,4 +93,4 @@ def test_how_far_a_rank_was_in_each_group():
     found = progress_of(read_calls(open_log(f"/proc/self/fd/{mine.fd}")))
     assert {name: member.entered for name, member in found.items()} == {"world": 2, "3": 7}
     assert [call.title for call in found["3"].calls] == ["dp", "dp"]
-    assert call_log.SLOTS == 64
+    assert report.SLOTS == 64

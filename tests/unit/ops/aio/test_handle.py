@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed.errors import FileError, UsageError
-from deepspeed.ops.aio import AsyncIOBuilder, locked
+from deepspeed.ops.aio import AsyncIOBuilder, open_file
 from deepspeed.ops.op_builder import PinMemoryBuilder
 
 OP = AsyncIOBuilder().load()
@@ -143,8 +143,8 @@ def test_the_empty_tensor_and_a_negative_one(handle):
 
 def test_where_memory_may_not_be_locked_it_is_told_and_works(handle, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(locked, "warn_once", said.append)
-    monkeypatch.setattr(locked.ctypes, "CDLL", lambda *_, **__: type("Libc", (), {"mlock": lambda *_: -1}))
+    monkeypatch.setattr(open_file, "warn_once", said.append)
+    monkeypatch.setattr(open_file.ctypes, "CDLL", lambda *_, **__: type("Libc", (), {"mlock": lambda *_: -1}))
     tensor = handle.new_cpu_locked_tensor(100, BYTE)
     assert not handle.is_pinned(tensor)
     assert "ulimit -l" in said[0]

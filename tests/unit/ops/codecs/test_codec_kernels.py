@@ -5,6 +5,7 @@ import torch
 
 from tests.unit.ops.model.interpreted import DEVICE, numbers
 
+from deepspeed.comm.codec import BlockCodec  # isort: skip
 from deepspeed.ops.codecs import rows  # isort: skip
 from deepspeed.ops.codecs.formats import FORMATS
 
@@ -53,9 +54,9 @@ def test_sign_bits(numel):
     x = numbers(3, numel, seed=numel).to(torch.bfloat16)
     x[0, 0] = 0
     payloads = [torch.zeros(3, rows.sign_bytes(numel), dtype=torch.uint8, device=DEVICE) for _ in range(2)]
-    rows.signs_reference(x, payloads[0])
-    rows.signs_triton(x, payloads[1])
+    norms = [rows.signs_reference(x, payloads[0]), rows.signs_triton(x, payloads[1])]
     assert torch.equal(*payloads)
+    torch.testing.assert_close(*norms)
     scales = torch.tensor([[0.5], [0.1], [3.0]], device=DEVICE)
     outs = [torch.empty(3, numel, device=DEVICE, dtype=OUT) for _ in range(2)]
     sums = [torch.empty(numel, device=DEVICE) for _ in range(2)]
@@ -64,3 +65,32 @@ def test_sign_bits(numel):
         run(payloads[0], scales, total, True)
     assert torch.equal(*outs)
     assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_parts_of_rows(form):
+    """Several parts at once are each of them by itself, whatever lies between them."""
+    block, x, codec = 256, numbers(2, 9000, seed=3), BlockCodec(form, 256)
+    parts = ((8, 4096 + 300), (4405, 37), (4450, 4096), (8600, 256))
+    size = sum(codec.nbytes(length) for _, length in parts)
+    messages = [torch.zeros(2, size, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+    outs = [torch.full((2, 9000), 7.0, device=DEVICE) for _ in range(2)]
+    places = codec.places(parts)
+    for message, out, encode, add in zip(
+        messages,
+        outs,
+        (rows.encode_parts_reference, rows.encode_parts_triton),
+        (rows.sum_parts_reference, rows.sum_parts_triton),
+        strict=True,
+    ):
+        encode(form, block, places, x, message)
+        add(form, block, places, torch.stack([message, message]), out)
+    assert torch.equal(*messages)
+    assert torch.equal(*outs)
+    at = 0
+    for start, length in parts:
+        alone = torch.zeros(2, codec.nbytes(length), dtype=torch.uint8, device=DEVICE)
+        codec.encode(x[:, start : start + length], alone)
+        assert torch.equal(messages[0][:, at : at + alone.shape[1]], alone)
+        at += alone.shape[1]
+    assert (outs[1][:, :8] == 7.0).all()

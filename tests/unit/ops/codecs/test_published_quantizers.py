@@ -101,3 +101,43 @@ def test_weights_in_few_groups():
     assert (codes.dtype, codes.shape, len(scales)) == (torch.int8, weight.shape, 4)
     found = quantizer.dequantize(codes, scales)
     assert (found - weight).abs().max() <= weight.abs().max() / 200
+
+
+def test_two_hops_by_the_builder():
+    """What the devices of two nodes send, take the mean of, and send on: the mean of all, but for codes."""
+    ops, generator = QuantizerBuilder().load(), torch.Generator().manual_seed(0)
+    symmetric = ops.Symmetric
+    nodes, devices, chunk = 2, 2, 64
+    tensors = [torch.randn(nodes * devices * chunk, generator=generator) for _ in range(nodes * devices)]
+    groups = nodes * devices * 2
+    for loco in (False, True):
+        first, second = {}, {}
+        for rank, tensor in enumerate(tensors):
+            errors = torch.zeros(tensor.numel())
+            if loco:
+                first[rank] = ops.loco_swizzle_quant(tensor, errors, 0.5, groups, 8, symmetric, 1, nodes, devices)
+                assert 0 < float(errors.abs().max()) < 0.02
+            else:
+                first[rank] = ops.swizzle_quant(tensor, groups, 8, symmetric, 1, nodes, devices)
+        for rank in range(nodes * devices):
+            node, place = divmod(rank, devices)
+            came = [first[node * devices + other] for other in range(devices)]
+            codes = torch.cat([each[0].chunk(devices)[place] for each in came])
+            scales = torch.cat([each[1].chunk(devices)[place] for each in came])
+            arguments = (groups, groups // devices, 8, symmetric, devices)
+            if loco:
+                errors = torch.zeros(nodes * chunk)
+                second[rank] = ops.loco_quantized_reduction(codes, scales, errors, 0.5, *arguments)
+            else:
+                second[rank] = ops.quantized_reduction(codes, scales, *arguments)
+        mean = sum(tensors) / len(tensors)
+        for rank in range(nodes * devices):
+            node, place = divmod(rank, devices)
+            parts = []
+            for other in range(nodes):
+                codes, scales = second[other * devices + place]
+                wide = ops.dequantize_fp32(codes, scales, len(scales), 8, symmetric)
+                parts.append(wide.chunk(nodes)[node])
+            torch.testing.assert_close(sum(parts) / nodes, mean[rank * chunk :][:chunk], atol=0.03, rtol=0)
+    with pytest.raises(UsageError, match="10 elements are not equal chunks"):
+        ops.swizzle_quant(torch.ones(10), 1, 8, symmetric, 1, 2, 2)

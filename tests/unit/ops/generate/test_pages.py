@@ -59,7 +59,7 @@ def test_write_pages(dtype, scales):
     _, key, value = states(dtype)
     found, expected = target(dtype, scales), target(dtype, scales)
     write_pages_triton(key, value, found)
-    write_pages(key, value, expected.key_pages, expected.value_pages, SLOTS, key_scale=scales[0], value_scale=scales[1])
+    write_pages(key, value, expected)
     same(found, expected)
     one = value[2].float() / (1 if scales[1] is None else scales[1].item())
     written = expected.value_pages[22 // 4, 22 % 4].float()

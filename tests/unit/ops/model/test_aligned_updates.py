@@ -7,8 +7,8 @@ import torch
 
 from .interpreted import numbers
 
-from deepspeed.ops.adam.rule import ONE_PASS  # isort: skip
-from deepspeed.ops.adam.rule import AdamRule
+from deepspeed.ops.adam import ONE_PASS  # isort: skip
+from deepspeed.ops.adam import AdamRule
 from deepspeed.ops.kernels import many
 from deepspeed.ops.optimizer import ParameterBatch
 from deepspeed.ops.precompile import launch

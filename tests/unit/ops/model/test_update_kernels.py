@@ -6,18 +6,18 @@ from functools import partial
 import pytest
 import torch
 
-from .interpreted import DEVICE, close, numbers
-
-from deepspeed.ops import blockwise  # isort: skip
-from deepspeed.ops.adam.rule import ONE_PASS as ADAM
-from deepspeed.ops.adam.rule import AdamRule
-from deepspeed.ops.lamb.rule import ONE_PASS as LAMB
-from deepspeed.ops.lamb.rule import LambRule
-from deepspeed.ops.lion.rule import ONE_PASS as LION
-from deepspeed.ops.lion.rule import LionRule
+from deepspeed.ops import blockwise
+from deepspeed.ops.adam import ONE_PASS as ADAM
+from deepspeed.ops.adam import AdamRule
+from deepspeed.ops.lamb import ONE_PASS as LAMB
+from deepspeed.ops.lamb import LambRule
+from deepspeed.ops.lion import ONE_PASS as LION
+from deepspeed.ops.lion import LionRule
 from deepspeed.ops.muon import momentum
 from deepspeed.ops.one_pass import Conditions
 from deepspeed.ops.optimizer import ParameterBatch
+
+from .interpreted import DEVICE, close, numbers
 
 SIZES = [(3, 5), (130,), (1,), (70, 130)]  # the last one is more than one program updates
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
