@@ -23,7 +23,7 @@ from deepspeed.fusion.head import find_head
 from deepspeed.fusion.norms import find_norm, find_residual
 from deepspeed.fusion.shared_input import find_inputs
 from deepspeed.log import log_dist, print_dist
-from deepspeed.ops.fp8.linear import Scaling, resolve
+from deepspeed.ops.fp8.linear import Scaling
 from deepspeed.ops.fp8.product import emulated
 from deepspeed.ops.precompile import KernelPrecompiler
 from deepspeed.transformers.replacement import Refused, Serves, Swap
@@ -214,7 +214,7 @@ def fuse(
             findings += _tell_missed(model, kinds, list(find(model, kinds)) if fused.exclude else findings)
         put(findings, undo)
     if eight.enabled:
-        products = list(find_products(model, resolve(eight.scaling), eight.exclude))
+        products = list(find_products(model, eight.scaling, eight.exclude))
         put(products, undo)
         put(joined := list(find_feed_forwards8(model)), undo)
         findings += products + joined

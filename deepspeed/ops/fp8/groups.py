@@ -111,8 +111,8 @@ def _round_rows(matrices: Sequence[Tensor], dtype: torch.dtype) -> Quantized:
     sides, device = [len(x) for x in matrices], matrices[0].device
     codes = torch.empty(sum(sides), matrices[0].shape[1], dtype=dtype, device=device)
     scale = scales(codes.shape, "row", device)
-    for x, *into in zip(matrices, codes.split(sides), scale.split(sides), strict=True):
-        round_rows(x, *into, SMALLEST)
+    for x, part, part_scale in zip(matrices, codes.split(sides), scale.split(sides), strict=True):
+        round_rows(x, part, part_scale, SMALLEST)
     return Quantized(codes, None, scale, scale)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.ops.fp8.groups import Forms, round_groups
-from deepspeed.ops.fp8.product import emulated, product
+from deepspeed.ops.fp8.product import product
 from deepspeed.ops.fp8.quantise import Quantized, round_joined, round_tensor
 from deepspeed.ops.model.gated import halves, halves_slopes, halves_values
 
@@ -36,17 +36,6 @@ FORMS: dict[str, dict[Scaling, Forms]] = {
     "gradient": {"row": _ROWS, "block": ("strip", "strip")},
 }
 """What shares a scale."""
-
-
-_NEAREST: dict[tuple[int, int], Scaling] = {(9, 0): "row"}
-"""By compute capability: of the recipes within 5 % of the fastest step, the one whose losses are nearest to bf16's."""
-
-
-def resolve(scaling: Literal["auto", Scaling]) -> Scaling:
-    """What "auto" is here: without 8-bit units every recipe costs the same; where none was measured, "tensor"."""
-    if scaling != "auto":
-        return scaling
-    return "block" if emulated() else _NEAREST.get(torch.cuda.get_device_capability(), "tensor")
 
 
 class SavedOperand(NamedTuple):

@@ -19,9 +19,9 @@ from deepspeed.ops.fp8.quantise import SMALLEST, Quantized
 from deepspeed.ops.model.kernels.common import cdiv
 from deepspeed.ops.precompile import launch
 
-TILES: dict[str, tuple[int, int, int]] = {"row": (32, 128, 4), "strip": (SIDE, SIDE, 8), "square": (SIDE, SIDE, 8)}
+TILES: dict[str, tuple[int, int, int]] = {"row": (32, 128, 4), "strip": (SIDE, SIDE, 4), "square": (SIDE, SIDE, 8)}
 """Rows and columns that a program rounds, and its warps, by the form of rows."""
-MEASURED = 16, 512, 128, 8
+MEASURED = 32, 256, 256, 8
 """Rows and columns that a program looks through at a time, its rows in all, and its warps."""
 _FORMS = {"row": 0, "strip": 1, "square": 2}
 

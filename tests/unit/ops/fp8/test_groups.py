@@ -7,7 +7,7 @@ from tests.unit.ops.model.interpreted import DEVICE, numbers
 
 from deepspeed.ops.fp8.groups import round_groups_reference, round_groups_triton, spread  # isort: skip
 from deepspeed.ops.fp8.kernels.product import group_product
-from deepspeed.ops.fp8.linear import Fp8Linear, resolve, round_input
+from deepspeed.ops.fp8.linear import Fp8Linear, round_input
 from deepspeed.ops.fp8.product import group_product_reference, product
 
 E4 = torch.float8_e4m3fn
@@ -89,9 +89,3 @@ def test_gradients_are_near_where_rows_are_of_other_magnitudes(scaling):
         assert (one - other).norm() < (0.05 if scaling != "tensor" else 0.1) * other.norm()
     apart = [(one - other).norm(dim=1) / other.norm(dim=1) for one, other in zip(outs, plain, strict=True)]
     assert all((each.max() < 0.1) == (scaling == "row" or scaling == "block") for each in apart)
-
-
-def test_auto_is_the_nearest_where_all_cost_the_same():
-    assert resolve("row") == "row"
-    if not torch.cuda.is_available():
-        assert resolve("auto") == "block"
