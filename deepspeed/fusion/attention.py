@@ -126,7 +126,8 @@ class LateRotation:
 
 def late_rotation(module: nn.Module) -> LateRotation | None:
     """That of a module whose rotation was replaced."""
-    return getattr(replacement(module), "late", None)
+    found: LateRotation | None = getattr(replacement(module), "late", None)
+    return found
 
 
 def find_rotation(module: nn.Module) -> Swap | Refused | None:
