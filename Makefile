@@ -57,11 +57,11 @@ $(NEWEST)/.stamp $(PROJECTS)/.stamp: $(STAMP)
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	@touch $@
 
-# All of these tests run with the version that is pinned. The client of OpenAI is none of Transformers.
+# All of these tests run with the version that is pinned.
 newest: $(NEWEST)/.stamp
 	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) --upgrade transformers
 	@echo "==> tests with Transformers $$($(NEWEST)/bin/python -c 'import transformers; print(transformers.__version__)')"
-	@$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal --sample --ignore=tests/clients/test_openai_client.py $(CLIENT)
+	@$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal --sample $(CLIENT)
 
 # Without dependencies: `.venv` has the large ones, and stand-ins take the place of others. OpenRLHF also installs its
 # own package `tests`.

@@ -6,23 +6,14 @@ Op `fp8_groups`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepspeed.ops.fp8.quantise import SMALLEST, Quantized, rounded, turns
+from deepspeed.ops.fp8.quantise import SIDE, SMALLEST, Form, Forms, Quantized, rounded, turns
 from deepspeed.ops.model.linear import takes_rows
 from deepspeed.ops.registry import by_triton, op, reference
-
-SIDE = 128
-
-Form = Literal["row", "strip", "square"]
-"""What has a scale of its own: a row; 128 numbers of a row; a square with sides of 128."""
-
-Forms = tuple[Form, Form]
-"""Of a matrix and of its transpose: of rows in both or in none."""
 
 
 def round_groups(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepspeed.ops.fp8.groups import Forms, round_groups
+from deepspeed.ops.fp8.groups import round_groups
 from deepspeed.ops.fp8.product import product
-from deepspeed.ops.fp8.quantise import Quantized, round_joined, round_tensor
+from deepspeed.ops.fp8.quantise import Forms, Quantized, round_joined, round_tensor
 from deepspeed.ops.model.gated import halves, halves_slopes, halves_values
 
 MULTIPLE = 16

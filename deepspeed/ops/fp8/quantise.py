@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,15 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 SMALLEST = 1e-12
 """A magnitude below which nothing is told apart from zero; the scale of zeros must not be 0."""
+
+
+SIDE = 128
+
+Form = Literal["row", "strip", "square"]
+"""What has a scale of its own: a row; 128 numbers of a row; a square with sides of 128."""
+
+Forms = tuple[Form, Form]
+"""Of a matrix and of its transpose: of rows in both or in none."""
 
 
 class Quantized(NamedTuple):

@@ -21,8 +21,8 @@ def _silent(monkeypatch):
     monkeypatch.setattr(ds_logging.logger, "warning", lambda *args: None)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_thousands_of_mutations(seed):
+@pytest.mark.parametrize("seed", range(20))
+def test_ten_thousand_mutations(seed):
     rng = random.Random(seed)
     loaded = 0
     for _ in range(500):

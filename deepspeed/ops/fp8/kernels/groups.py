@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.fp8.groups import SIDE, Forms
 from deepspeed.ops.fp8.kernels.quantise import TYPES
-from deepspeed.ops.fp8.quantise import SMALLEST, Quantized
+from deepspeed.ops.fp8.quantise import SIDE, SMALLEST, Forms, Quantized
 from deepspeed.ops.model.kernels.common import cdiv
 from deepspeed.ops.precompile import launch
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.fp8.groups import SIDE
+from deepspeed.ops.fp8.quantise import SIDE
 from deepspeed.ops.model.kernels.common import cdiv
 from deepspeed.ops.precompile import launch
 
