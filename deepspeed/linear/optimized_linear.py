@@ -119,8 +119,6 @@ class LoRAOptimizedLinear(nn.Module):
         self.axis: AxisGroup | None = None
         self.part: Tensor | None = None
         """What this rank holds of a weight that is no parameter: [Note: shared weights]."""
-        self.fingerprint = 0
-        """Of such a weight."""
 
     # ---- the frozen weight
 
@@ -187,7 +185,7 @@ class LoRAOptimizedLinear(nn.Module):
         made: Any = self
         if type(self) is LoRAOptimizedLinear:
             made.__class__ = _LoRAOverHeldWeight
-        self.fingerprint = _fingerprint(part, axis)
+        self.fingerprint = _fingerprint(part, axis, self.codes)
 
     @torch.no_grad()
     def rest_in(self, tier: Tier) -> None:
@@ -283,7 +281,7 @@ class LoRAOptimizedLinear(nn.Module):
         """Take this rank's part of another whole weight."""
         part = value.reshape(-1) if self.axis is None else value.reshape(self.axis.size, -1)[self.axis.rank]
         self.held.copy_(part if self.codes is None else self.codes.encode(part))
-        self.fingerprint = _fingerprint(self.held, self.axis)
+        self.fingerprint = _fingerprint(self.held, self.axis, self.codes)
 
 
 class _LoRAOverHeldWeight(LoRAOptimizedLinear):
@@ -308,9 +306,11 @@ class _LoRAOverHeldWeight(LoRAOptimizedLinear):
             rest[2].remove(f"{prefix}_extra_state")
 
 
-def _fingerprint(part: Tensor, axis: AxisGroup | None) -> int:
-    """A number that follows from what the ranks hold of a weight, wherever it lies; of bf16 where it is no codes."""
-    flat = (part if part.dtype is torch.uint8 else part.to(torch.bfloat16)).detach().contiguous().view(torch.uint8)
+def _fingerprint(part: Tensor, axis: AxisGroup | None, codes: WeightCodes | None) -> int:
+    """A number that follows from a weight in bf16, however ranks share it and wherever it lies."""
+    if codes is not None:  # what they stand for: between codes and scales lies what was in memory before
+        part = WeightCodes(codes.codec, torch.Size([codes.shape.numel() // codes.rows])).decode(part, torch.bfloat16)
+    flat = part.detach().to(torch.bfloat16).view(torch.uint8)
     words = functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
     first = 0 if axis is None else axis.rank * words.numel()
     places = torch.arange(first + 1, first + 1 + words.numel(), device=words.device)

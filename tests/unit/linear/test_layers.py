@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from deepspeed import comm
 from deepspeed.comm.codec import block_codec
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.linear import (
@@ -23,6 +25,8 @@ from deepspeed.linear import (
     load_adapters,
     save_adapters,
 )
+from deepspeed.linear.optimized_linear import _fingerprint
+from deepspeed.linear.quantization import WeightCodes
 
 FORMS = {
     "fp8_e4m3": QuantizationConfig(group_size=64),
@@ -93,6 +97,22 @@ def test_the_factory_makes_what_is_asked_for():
         "lora_weight_1.weight",
         "lora_weight_2.weight",
     }
+
+
+def test_the_number_of_a_weight_that_is_no_parameter(monkeypatch):
+    """It does not depend on how ranks share the weight, nor on what lies between codes and scales."""
+    weight, config = torch.randn(16, 16), FORMS["int8"]
+    monkeypatch.setattr(comm, "all_reduce", lambda tensor, group: None)
+
+    def number(ranks, between):
+        codes, total = WeightCodes(config.codec, weight.shape, ranks), 0
+        for rank, part in enumerate(weight.view(ranks, -1)):
+            message = torch.full((1, config.codec.nbytes(part.numel())), between, dtype=torch.uint8)
+            held = config.codec.encode(part.view(1, -1), message).view(-1)
+            total += _fingerprint(held, SimpleNamespace(rank=rank, group=None), codes)
+        return total % 2**64
+
+    assert len({number(1, 7), number(1, 9), number(2, 7), number(4, 7)}) == 1
 
 
 def test_a_parameter_of_codes():
