@@ -184,8 +184,8 @@ def _of_keys(
             k, q, mask_ptr, pairs_ptr, query[None, :], key[:, None], queries, keys, scale * LOG2E, MASK, PAIRS, EVEN
         )
         inside = query < queries
-        top = tl.load(top_ptr + query, mask=inside, other=0.0)
-        inverse = tl.load(inverse_ptr + query, mask=inside, other=0.0)  # zeros: queries beyond the last have no weight
+        top = tl.load(top_ptr + query, mask=inside, other=float("inf"))  # queries beyond the last have no weight
+        inverse = tl.load(inverse_ptr + query, mask=inside, other=0.0)
         dots = tl.load(dot_ptr + query, mask=inside, other=0.0)
         weights = tl.exp2(scores - top[None, :]) * inverse[None, :]
         dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision="ieee")

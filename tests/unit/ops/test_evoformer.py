@@ -112,13 +112,14 @@ def test_what_is_kept_for_backward_does_not_grow_with_the_scores():
 
 @pytest.mark.parametrize(("keyed", "paired", "keys"), [(True, True, 19), (True, False, 32), (False, True, 16)])
 def test_kernels_equal_the_reference(keyed, paired, keys, monkeypatch):
-    """Several tiles each way, a last one that is cut short, a row without any key, tensors that are views."""
+    """Several tiles each way, a last one that is cut short, a row without any key or of large ones, views."""
     from deepspeed.ops.kernels import evoformer as kernels
 
     monkeypatch.setattr(kernels, "_OF_FLOAT32", kernels.EvoformerTile(16, 16, 1, 1))
     inputs = scene(samples=2, rows=2, queries=17, heads=1, keys=keys, dtype=torch.float32)
     with torch.no_grad():
         inputs[3][1, 0] = -math.inf
+        inputs[3][0, 1] += 200
     inputs = [each.to(interpreted.DEVICE).detach().requires_grad_() for each in inputs]
     *tensors, mask, pairs = inputs
     biases = (mask if keyed else None, pairs if paired else None)
