@@ -112,7 +112,7 @@ def _unit(
             w = tl.load(w_at[:, None] + at, mask=at < inner - column, other=0.0)
         x = _x(x_ptr, x_row, row, rows, column, inner, 128, WHOLE)
         if MODE == 1:  # float16, which 8-bit floats become faster than bfloat16
-            x = tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+            x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0, tl.PropagateNan.ALL).to(tl.float16)
             w = w.to(tl.float16)
         return tl.dot(w, x, total)  # of MODE 2 both are of 8 bits
     elif MODE == 8:

@@ -198,3 +198,9 @@ def test_packed_linear(monkeypatch, mode, symmetric, rows, inner, group, units):
             assert ((found - expected).norm() / expected.norm()).item() < 0.05
         else:
             close(found, expected, 8e-3)
+
+
+def test_what_is_no_number_stays_so():
+    x, packed = numbers(2, 256, dtype=torch.bfloat16), pack(numbers(130, 256), "fp8")
+    x[1, 3] = torch.nan
+    assert packed_linear_triton(x, packed).isnan().any(1).tolist() == [False, True]
