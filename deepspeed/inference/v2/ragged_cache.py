@@ -317,7 +317,7 @@ class RaggedBatchWrapper:
 
     def input_ids(self) -> Tensor:
         """All tokens, one sequence after the other."""
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *self._tokens])
+        return torch.cat(self._tokens) if self._tokens else torch.zeros(0, dtype=torch.int64)
 
     def tokens_to_seq(self) -> Tensor:
         """The sequence of each token."""

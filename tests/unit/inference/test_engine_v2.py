@@ -159,3 +159,7 @@ def test_a_batch():
     assert batch.tokens_to_seq().tolist() == [0, 0, 0, 1]
     with pytest.raises(UsageError, match="max_ragged_sequence_count"):
         batch.insert_sequence(PlaceholderSequenceDescriptor(), torch.tensor([1]))
+    batch.clear()
+    assert batch.input_ids().tolist() == []
+    batch.insert_sequence(PlaceholderSequenceDescriptor(), torch.tensor([1], device="meta"))
+    assert batch.input_ids().is_meta, "they stay on their device"
