@@ -129,7 +129,7 @@ def plans_of(model: nn.Module, section: CompressionConfig, mpu: Any, *, partly: 
                 if not found and not partly:
                     raise UsageError(_nothing(model, pattern, technique, f"{where}.modules", mpu))
                 found, whole = [name for name in found if name not in spared], found
-                if whole and not found:
+                if whole and not found and not partly:
                     raise UsageError(
                         f"{where}.modules: {pattern!r} finds {some(whole)}, and excluded_modules of shared_parameters "
                         "keeps all of them whole; shorten one of the lists"

@@ -19,6 +19,7 @@ from deepspeed.compression.helper import (
     student_initialization,
 )
 from deepspeed.compression.layer_state import BitPace, WeightRounding
+from deepspeed.compression.plan import plans_of, section_of
 from deepspeed.compression.scheduler import compression_scheduler
 from deepspeed.compression.utils import AsymQuantizer, BinaryQuantizer, SymQuantizer, TernaryQuantizer, TopKBinarizer
 from deepspeed.errors import DeepSpeedConfigError, UsageError
@@ -225,6 +226,8 @@ def test_blocks_do_not_go_unseen():
     ):
         with pytest.raises(UsageError, match=said):
             init_compression(Net(), config(**snip(**shared)))
+    section = section_of(config(**snip(excluded_modules=["."])))
+    assert not next(plans_of(Net(), section, None, partly=True)).names, "a stage of a pipeline may have none of them"
     groups = {"one": {"modules": ["up"]}, "two": {"modules": ["down"], "params": {"dense_ratio": 0.5}}}
     settings = snip(dense_ratio=0.25)
     settings["sparse_pruning"]["different_groups"] = groups
