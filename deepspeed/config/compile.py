@@ -103,9 +103,10 @@ class Fp8Config(Section):
     enabled: bool = key(
         False, "Whether linear layers round what they multiply; a table lists which, and why others do not."
     )
-    scaling: Literal["tensor", "row", "block"] = key(
+    scaling: Literal["tensor", "row", "block", "auto"] = key(
         "tensor",
-        "What has a scale of its own: a tensor, a row, or 128 numbers of it (of weights, squares of 128 × 128).",
+        "What has a scale of its own: a tensor, a row, or 128 numbers of it (of weights, squares of 128 × 128); "
+        "auto: the most exact within 5 % of the fastest, as measured.",
     )
     exclude: Patterns = key(
         ["lm_head", ".*embed"], "Regular expressions, matched from the start of module names to leave."

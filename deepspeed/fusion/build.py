@@ -17,7 +17,7 @@ from torch import nn
 from deepspeed.config.schema import Schema
 from deepspeed.fusion.attention import find_packing, find_rotation
 from deepspeed.fusion.feed_forward import find_feed_forward
-from deepspeed.fusion.fp8_linear import LastRounded, find_feed_forward8, find_product
+from deepspeed.fusion.fp8_linear import LastRounded, choose_scaling, find_feed_forward8, find_product
 from deepspeed.fusion.gelu import find_gelu
 from deepspeed.fusion.head import find_head
 from deepspeed.fusion.norms import find_norm, find_residual
@@ -214,7 +214,8 @@ def fuse(
             findings += _tell_missed(model, kinds, list(find(model, kinds)) if fused.exclude else findings)
         put(findings, undo)
     if eight.enabled:
-        products = list(find_products(model, eight.scaling, eight.exclude))
+        scaling = _measured(model, eight.exclude, dtype) if eight.scaling == "auto" else eight.scaling
+        products = list(find_products(model, scaling, eight.exclude))
         put(products, undo)
         put(joined := list(find_feed_forwards8(model)), undo)
         findings += products + joined
@@ -236,6 +237,17 @@ def fuse(
     if fused.enabled or eight.enabled:
         told = lines(findings) if findings else ["nothing was found that fused kernels compute"]
         print_dist("\n".join(["Fused kernels", *told]))
+
+
+def _measured(model: nn.Module, exclude: Sequence[str], dtype: torch.dtype) -> Scaling:
+    """What `fp8.scaling` "auto" is for this model."""
+    names = {each.name for each in find_products(model, "tensor", exclude) if isinstance(each.result, Swap)}
+    layers = (module for name, module in model.named_modules() if name in names and isinstance(module, nn.Linear))
+    scaling, seconds = choose_scaling(Counter((each.in_features, each.out_features) for each in layers), dtype)
+    fastest = min(seconds.values(), default=0.0) or 1.0
+    times = ", ".join(f"{each} {took / fastest:.2f}" for each, took in seconds.items()) or "not measured here"
+    log_dist(f"fp8.scaling auto: {scaling} (time of each, over the fastest: {times})")
+    return scaling
 
 
 def _tell_missed(model: nn.Module, kinds: Sequence[str], found: Sequence[FusionFinding]) -> list[FusionFinding]:

@@ -56,6 +56,7 @@ def test_the_curve_beside_that_of_16_bits_at_every_stage():
             assert losses != exact
             assert losses == pytest.approx(exact, rel=0.1), (scaling, stage)
             assert losses[-1] < 0.7 * losses[0]
+    assert train(0, {"enabled": True, "scaling": "auto"}) == curves[0], "the most exact, where nothing is measured"
 
 
 @ranks(1)

@@ -15,6 +15,7 @@ from deepspeed.ops.fp8.quantise import (  # isort: skip
 )
 from deepspeed.fusion import fp8_linear
 from deepspeed.fusion.build import find_products, put
+from deepspeed.fusion.fp8_linear import _seconds, choose_scaling
 from deepspeed.ops.fp8.product import product_reference
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -168,3 +169,23 @@ def test_a_compiler_sees_operations_that_give_the_same(scaling, gradients):
 
     for found, expected in zip(outcome(True), outcome(False), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({"block": 1.04, "row": 1.0, "tensor": 1.02}, "block"),
+        ({"block": 1.06, "row": 1.04, "tensor": 1.0}, "row"),
+        ({"block": 2.0, "row": 1.2, "tensor": 1.0}, "tensor"),
+    ],
+)
+def test_auto_takes_the_most_exact_that_is_about_as_fast(seconds, expected):
+    shapes = {(32, 16): 3, (16, 32): 1}
+    found, total = choose_scaling(shapes, torch.bfloat16, lambda scaling, width, out, dtype: seconds[scaling] * width)
+    assert found == expected
+    assert total == pytest.approx({each: took * 112 for each, took in seconds.items()})
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_recipes_are_measured_by_training(scaling):
+    assert _seconds(scaling, 32, 16, torch.bfloat16, times=1) > 0
