@@ -202,7 +202,8 @@ def _set_sizes(module: nn.Module, change: LayerSplit, rank: int) -> None:
     """A layer's own attributes say what lies here."""
     if change.kind is SplitKind.VOCABULARY:
         start, stop = change.splits["weight"].parts[rank][0]
-        module.num_embeddings = stop - start  # type: ignore[assignment]
+        made: Any = module
+        made.first, made.num_embeddings = start, stop - start
     elif change.sizes:
         outputs, inputs = ("out_features", "in_features") if hasattr(module, "out_features") else ("nf", "nx")
         setattr(module, outputs if change.kind is SplitKind.COLUMN else inputs, change.sizes[rank])

@@ -367,10 +367,13 @@ class VocabularyParallel(_Shared):
     """
 
     padding_idx: int | None
+    num_embeddings: int
+    first: int
+    """The first token that lies here."""
 
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
-        start, stop = share.splits["weight"].parts[share.axis.rank][0]
+        start, stop = self.first, self.first + self.num_embeddings
         foreign = (input < start) | (input >= stop)
         padding = self.padding_idx
         self.padding_idx = padding - start if padding is not None and start <= padding < stop else None
