@@ -99,7 +99,7 @@ class PackedLinear(PackedProduct):
 
 
 @torch.no_grad()
-def join(layers: Sequence[PackedLinear]) -> PackedWeight:
+def join(layers: Sequence[PackedProduct]) -> PackedWeight:
     """Let packed layers of one form hold views of one weight, which has the rows of all of them."""
     given = [layer.packed for layer in layers]
     rows = [each.shape[0] for each in given]

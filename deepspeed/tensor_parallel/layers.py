@@ -284,6 +284,14 @@ class ShardInfo(ParameterCut):
     keep_split: bool = False
     """Of the output layer: what it returns is split by vocabulary, because the loss takes it so."""
 
+    @property
+    def plain(self) -> bool:
+        return "weight" in self.splits and not self.transposed and self.rows is None
+
+    @property
+    def by_outputs(self) -> bool:
+        return self.plain and self.splits["weight"].dim == 0 and not self.gather_output
+
     def forget(self) -> None:
         """The split region is left."""
         self.entrance.forget()
