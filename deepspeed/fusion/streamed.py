@@ -1,11 +1,7 @@
-"""Linear layers of few rows, as generation has them: their weights are streamed, those of one input in one launch.
-
-Of a layer that ranks share, `product` is replaced instead of `forward`: what goes over the wire stays as it is.
-"""
+"""Linear layers of few rows, as generation has them: their weights are streamed, those of one input in one launch."""
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
@@ -21,7 +17,7 @@ from deepspeed.fusion.shared_input import input_groups
 from deepspeed.ops.generate.packed import packed_linear
 from deepspeed.ops.generate.streaming import MOST_ROWS, streamed_gated, streamed_linear
 from deepspeed.parallel.regions import cut_of
-from deepspeed.transformers.replacement import Swap, Undo, put_attribute, put_forward, replacement
+from deepspeed.transformers.replacement import Swap, Undo, own_product, put_forward, put_product, replacement
 
 Products = Callable[[Tensor, bool], "list[Tensor] | None"]
 """(input, whether biases are added) → what some layers give; None where they do not go together now."""
@@ -155,7 +151,7 @@ class _Together:
 
     def put(self, layers: Sequence[nn.Module]) -> Undo:
         """Let layers compute so."""
-        undone = [self._put(at, layer) for at, layer in enumerate(layers)]
+        undone = [put_product(layer, partial(self._run, at)) for at, layer in enumerate(layers)]
 
         def undo() -> None:
             for each in undone:
@@ -163,24 +159,15 @@ class _Together:
 
         return undo
 
-    def _put(self, at: int, layer: nn.Module) -> Undo:
-        if cut_of(layer) is None:
-            own: Callable[..., Tensor] = type(layer).forward
-            return put_forward(layer, lambda layer, input: self._result(at, input, partial(own, layer), biased=True))
-
-        def product(layer: Any, inputs: Tensor, *, with_bias: bool) -> Tensor:
-            alone = partial(type(layer).product, layer, with_bias=with_bias)
-            return self._result(at, inputs, alone, biased=with_bias)
-
-        return put_attribute(layer, "product", types.MethodType(product, layer))
-
-    def _result(self, at: int, input: Tensor, alone: Callable[[Tensor], Tensor], *, biased: bool) -> Tensor:
+    def _run(self, at: int, layer: nn.Module, input: Tensor, **options: bool) -> Tensor:
+        """`options`: `with_bias`, of a layer that ranks share."""
         if self._source is not None and self._source() is input and at in self._left:
             return self._left.pop(at)
         few = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _rows(input) <= MOST_ROWS
-        found = self._products(input, biased) if few else None
+        found = self._products(input, options.get("with_bias", True)) if few else None
         if found is None:
-            return alone(input)
+            result: Tensor = own_product(layer)(layer, input, **options)
+            return result
         self._left = dict(enumerate(found))
         self._source = weakref.ref(input)
         return self._left.pop(at)

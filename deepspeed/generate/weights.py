@@ -21,7 +21,7 @@ from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.errors import UsageError
 from deepspeed.fusion.build import FusionFinding, find, lines, put
 from deepspeed.fusion.experts import find_experts
-from deepspeed.fusion.packed_linear import PackedProduct, WeightPacking, pack_linears
+from deepspeed.fusion.packed_linear import PackedProduct, PackedStack, WeightPacking, pack_layers, packed_parameters
 from deepspeed.fusion.streamed import find_streams
 from deepspeed.log import log_dist
 from deepspeed.memory.host import ParkedStorages
@@ -161,7 +161,7 @@ class ModelPacking:
     def add(self, inside: Collection[str]) -> None:
         """Round the layers inside of these modules."""
         if self._packing is not None:
-            done, left = pack_linears(self._model, self._packing, self._own, inside)
+            done, left = pack_layers(self._model, self._packing, self._own, inside)
             self.done += done
             self._left |= left
 
@@ -172,12 +172,12 @@ class ModelPacking:
         if required and not self.done:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self._left.items())[:3])
             raise UsageError(
-                f"quantization: no linear layer of {type(self._model).__name__} could be packed "
+                f"quantization: no layer of {type(self._model).__name__} could be packed "
                 f"({reasons or 'there are none'})"
             )
         reasons = "; ".join(sorted({reason for reason in self._left.values() if reason != "excluded"}))
         log_dist(
-            f"quantization: {len(self.done)} linear layers hold {self._packing.mode}, {len(self._left)} keep their "
+            f"quantization: {len(self.done)} layers hold {self._packing.mode}, {len(self._left)} keep their "
             f"dtype{reasons and f' ({reasons})'}"
         )
 
@@ -217,9 +217,11 @@ def fix_rows(model: nn.Module, device: torch.device, undo: ExitStack) -> None:
     rows = 1 if device.type == "cpu" else _ROWS
     for name, module in model.named_modules():
         own = [key for key, param in module.named_parameters(recurse=False) if param.dim() > 1]
+        own += ["its weight"] if isinstance(module, PackedProduct) else []
         if not own or isinstance(module, nn.Embedding):
             continue
-        if not isinstance(module, (nn.Linear, PackedProduct)) and type(module).__name__ != "Conv1D":
+        linear = isinstance(module, (nn.Linear, PackedProduct)) or type(module).__name__ == "Conv1D"
+        if not linear or isinstance(module, PackedStack):
             raise UsageError(
                 f"deterministic: {name} ({type(module).__name__}) multiplies {own[0]} by as many rows as come "
                 "together, so that its bits depend on the batch. Leave deterministic out for this model."
@@ -249,7 +251,7 @@ def update(model: nn.Module, items: WeightItems, axis: RankGroup | None) -> int:
 
 def _replace(model: nn.Module, tensors: Mapping[str, Tensor], axis: RankGroup | None) -> int:
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    packed = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, PackedProduct)}
+    packed = packed_parameters(model)
     cuts = cuts_of(model, axis.rank) if axis is not None else {}
     found = stored_as(model, tensors)
     unknown = sorted(name for name in found if name not in held and name not in packed)
@@ -262,9 +264,9 @@ def _replace(model: nn.Module, tensors: Mapping[str, Tensor], axis: RankGroup | 
         if name in cuts:
             splits, place = cuts[name]
             part = splits.cut(part, place)
-        expected = packed[name].packed.shape if name in packed else tuple(held[name].shape)
-        if tuple(part.shape) != tuple(expected) and name not in packed:
-            raise UsageError(f"update_weights: {name} has the shape {tuple(part.shape)}, the model {tuple(expected)}")
+        expected = packed[name].whole_shape if name in packed else tuple(held[name].shape)
+        if tuple(part.shape) != expected:
+            raise UsageError(f"update_weights: {name} has the shape {tuple(part.shape)}, the model {expected}")
         parts[name] = part
     for name, part in parts.items():  # all fit: nothing is left half replaced
         if name in packed:

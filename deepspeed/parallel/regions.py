@@ -221,12 +221,12 @@ class ParameterCut:
 
     @property
     def plain(self) -> bool:
-        """Whether the layer has a method `product` with what lies here of its weight [out, in], and its bias."""
+        """Whether the layer has a method `product`, which computes with its weights as they lie here."""
         return False
 
     @property
     def by_outputs(self) -> bool:
-        """Whether it is plain, takes the whole input and returns this rank's outputs."""
+        """Whether it is a plain linear layer that takes the whole input and returns this rank's outputs."""
         return False
 
     def __deepcopy__(self, _: Any) -> ParameterCut:

@@ -83,8 +83,9 @@ def test_four_ranks():
 
 @ranks(2)
 def test_products_of_one_input_are_one():
-    """Queries, keys and values, and gate and up, of what a rank has of them: as many numbers as without, as large."""
-    for kind, mode in (("llama", None), ("qwen2", None), ("qwen2", "w8a16"), ("llama", "w4a16"), ("llama", "fp8")):
+    """Queries, keys and values, and gate and up, of what a rank has of them; experts beside them."""
+    modes = {"llama": (None, "w4a16", "fp8"), "qwen2": (None, "w8a16"), "qwen3_moe": (None, "w8a16")}
+    for kind, mode in ((kind, mode) for kind, some in modes.items() for mode in some):
         shared: dict[str, Any] = {"tensor_parallel": {"tp_size": 2}, "quantization": {"quantization_mode": mode}}
         with ExitStack() as undo:
             llm = undo.enter_context(LLM(tiny(kind), small_cache(), **shared))
@@ -97,8 +98,13 @@ def test_products_of_one_input_are_one():
             found = llm.generate(prompts_of(*PROMPTS), GREEDY, progress=False)
             many = {tuple(len(w) for w in call.args[1]) for call in calls["streamed_linear"].call_args_list}
             packed = {call.args[1].shape[0] for call in calls["packed_linear"].call_args_list}
-            assert (16, 8, 8) in many if mode is None else packed == {32, 64}, (kind, mode)
-            assert calls["streamed_gated"].called == (mode is None)
+            moe = kind == "qwen3_moe"
+            assert (16, 8, 8) in many if mode is None else packed == ({32} if moe else {32, 64}), (kind, mode)
+            assert calls["streamed_gated"].called == (mode is None and not moe)
+        if mode in (None, "w8a16"):
+            with LLM(tiny(kind), small_cache(), quantization={"quantization_mode": mode}) as llm:
+                alone = llm.generate(prompts_of(*PROMPTS), GREEDY, progress=False)
+            assert [each.token_ids for each in found] == [each.token_ids for each in alone], (kind, mode)
         assert [each.token_ids for each in found] == [each.token_ids for each in expected], (kind, mode)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-5, atol=1e-5)
