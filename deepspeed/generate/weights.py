@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.pretrained import Empty, fill, stored_as, take_place, values_from
 from deepspeed.config.inference import RaggedInferenceEngineConfig, RaggedQuantizationConfig
 from deepspeed.config.parallel import TPTrainingConfig
-from deepspeed.errors import UsageError
+from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.fusion.build import FusionFinding, find, lines, put
 from deepspeed.fusion.experts import find_experts
 from deepspeed.fusion.packed_linear import PackedProduct, PackedStack, WeightPacking, pack_layers, packed_parameters
@@ -95,16 +96,21 @@ def load(
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype | None:
     """A dtype by its name; None for "auto"."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
     names = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-    found = getattr(torch, names.get(dtype, dtype), None)
-    if dtype != "auto" and not isinstance(found, torch.dtype):
-        raise UsageError(f"dtype is {dtype!r}; it must be auto, bfloat16, float16, float32 or a torch.dtype")
-    return None if dtype == "auto" else found
+    if dtype == "auto":
+        return None
+    found = getattr(torch, names.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UsageError(
+            f"dtype is {dtype!r}; it must be auto, bfloat16, float16, float32 or such a torch.dtype. For weights in "
+            "fewer bits, set quantization.quantization_mode"
+        )
+    return found
 
 
 def _folder(source: Any) -> Path:
+    if not isinstance(source, (str, Path)):
+        raise UsageError(f"the model is {source!r:.100}; it must be a torch.nn.Module, a folder, or a name on the hub")
     folder = Path(source)
     if folder.is_dir():
         return folder
@@ -120,9 +126,14 @@ def _folder(source: Any) -> Path:
 
 def _read(folder: Path, dtype: torch.dtype | None, axis: RankGroup | None, *, later: bool) -> tuple[nn.Module, Empty]:
     """The model, and its parameters that wait for their values; `later`: all of them."""
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
+    damaged = (OSError, ValueError, LookupError, UnpicklingError, SafetensorError)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except damaged as error:
+        raise CheckpointError(f"{folder} has no config of a model of Transformers: {error}") from error
     kind = dtype or getattr(config.get_text_config(), "dtype", None) or torch.float32
     quantised = getattr(config, "quantization_config", None) is not None
     if quantised and (axis is not None or later):
@@ -132,7 +143,10 @@ def _read(folder: Path, dtype: torch.dtype | None, axis: RankGroup | None, *, la
             f"{key} out."
         )
     if axis is None and not later:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+        try:
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+        except damaged as error:
+            raise CheckpointError(f"the weights in {folder} cannot be read: {error}") from error
         return model, {}
     from accelerate import init_empty_weights
 
@@ -253,6 +267,9 @@ def _replace(model: nn.Module, tensors: Mapping[str, Tensor], axis: RankGroup | 
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     packed = packed_parameters(model)
     cuts = cuts_of(model, axis.rank) if axis is not None else {}
+    other = next((name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)), None)
+    if other is not None:
+        raise UsageError(f"update_weights: {other} is {type(tensors[other]).__name__}; it must be a tensor")
     found = stored_as(model, tensors)
     unknown = sorted(name for name in found if name not in held and name not in packed)
     if unknown:

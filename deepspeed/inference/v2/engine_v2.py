@@ -165,7 +165,11 @@ class InferenceEngineV2:
     def put(self, batch_uids: Iterable[int], batch_tokens: Iterable[Tensor], do_checks: bool = True) -> Tensor:
         """Compute tokens of sequences: logits [sequences, vocabulary] after the last one of each."""
         uids = [int(uid) for uid in batch_uids]
-        given = [[int(token) for token in torch.as_tensor(tokens).flatten().tolist()] for tokens in batch_tokens]
+        tensors = [torch.as_tensor(tokens).flatten() for tokens in batch_tokens]
+        fractional = next((each for each in tensors if each.is_floating_point() and each.numel()), None)
+        if fractional is not None:
+            raise UsageError(f"put(): token ids are whole numbers; found a tensor of {fractional.dtype}")
+        given = [each.tolist() for each in tensors]
         if (
             do_checks
             and (found := self.can_schedule(uids, [len(each) for each in given])) is not SchedulingResult.Success

@@ -7,18 +7,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepspeed.ops.generate.packed import packed_linear_reference
-from deepspeed.ops.generate.packed_weight import PackedWeight
+from deepspeed.ops.generate.packed_weight import ExpertWeight
 from deepspeed.ops.generate.streaming import MOST_ROWS
 from deepspeed.ops.model.gated import gated_reference
 from deepspeed.ops.model.linear import takes
 from deepspeed.ops.registry import by_triton, op, reference
 
-__all__ = ["ExpertWeight", "routable", "routed_experts"]
+__all__ = ["routable", "routed_experts"]
 
 MOST_EXPERTS = 1024
-
-ExpertWeight = Tensor | PackedWeight
-"""[experts, out, in], or packed with the rows of all experts, one after the other."""
 
 
 def routed_experts(

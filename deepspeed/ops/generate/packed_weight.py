@@ -54,3 +54,7 @@ class PackedWeight:
         zeros = None if self.zeros is None else self.zeros.to(device, non_blocking=non_blocking)
         data, scales = (each.to(device, non_blocking=non_blocking) for each in (self.data, self.scales))
         return replace(self, data=data, scales=scales, zeros=zeros)
+
+
+ExpertWeight = Tensor | PackedWeight
+"""The weights of experts: [experts, out, in], or packed with the rows of all of them, one after the other."""

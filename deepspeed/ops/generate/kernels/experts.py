@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.generate.experts import ExpertWeight
 from deepspeed.ops.generate.kernels.packed import form, units
 from deepspeed.ops.generate.kernels.streaming import processors
-from deepspeed.ops.generate.packed_weight import UNIT, PackedWeight
+from deepspeed.ops.generate.packed_weight import UNIT, ExpertWeight, PackedWeight
 from deepspeed.ops.model.kernels.common import KINDS, act, after_others, cdiv, next_power, overlaps
 from deepspeed.ops.precompile import launch
 
