@@ -422,9 +422,10 @@ class LLM:
 
 def _listed(prompts: Any) -> list[Prompt]:
     """One prompt, text or token ids, as a list of one."""
-    listed = [prompts] if isinstance(prompts, str) else _items(prompts)
+    listed: list[Any] = [prompts] if isinstance(prompts, str) else _items(prompts)
     first = listed[0] if listed else None
-    return [listed] if isinstance(first, Real) or (isinstance(first, Tensor) and not first.dim()) else listed
+    one = isinstance(first, Real) or (isinstance(first, Tensor) and not first.dim())
+    return [listed] if one else listed
 
 
 def _items(value: Any) -> list[Any]:
@@ -435,10 +436,12 @@ def _items(value: Any) -> list[Any]:
     return list(value)
 
 
-def _params(given: Any) -> SamplingParams:
-    if given is not None and not isinstance(given, SamplingParams):
+def _params(given: object) -> SamplingParams:
+    if given is None:
+        return SamplingParams()
+    if not isinstance(given, SamplingParams):
         raise UsageError(f"params are {printable(repr(given), 100)}; they must be SamplingParams")
-    return given or SamplingParams()
+    return given
 
 
 def _tokenizer(given: Any, folder: Any) -> Any:
