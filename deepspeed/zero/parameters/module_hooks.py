@@ -256,7 +256,8 @@ class ModuleHooks:
         self._coordinator.add(use)
         pre, post = self._make(use)
         self.handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
-        self.handles.append(module.register_forward_hook(post, always_call=True))
+        if use.inside is None:
+            self.handles.append(module.register_forward_hook(post, always_call=True))
         for owner in module.modules() if z3_leaf_module(module) else (module,):
             if owner._parameters and not isinstance(owner._parameters, WatchedParameters):
                 owner._parameters = WatchedParameters(owner._parameters, self._coordinator)
@@ -265,6 +266,8 @@ class ModuleHooks:
     def _make(self, use: ModuleUse) -> tuple[Callable[..., None], Callable[..., None]]:
         coordinator = self._coordinator
         stack = coordinator.stack
+        unended: list[Callable[..., None]] = []
+        """The hook on the end of a module that is followed by its block."""
 
         def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not use.module:
@@ -272,6 +275,8 @@ class ModuleHooks:
             if stack and stack[-1][0] is use.inside:
                 use.ran = True
                 return
+            if unended:  # from now on, since it runs outside of its block
+                self.handles.append(module.register_forward_hook(unended.pop(), prepend=True, always_call=True))
             freezes = coordinator.enter(use)
             if (freezes or (self.watches_inputs and use.shards)) and torch.is_grad_enabled():
                 self._watch_inputs(use, (args, kwargs))
@@ -298,6 +303,7 @@ class ModuleHooks:
 
         if self._captured:
             return passed_over(hidden(pre)), passed_over(hidden(post))
+        unended += [hidden(post)] * (use.inside is not None)
         return hidden(pre), hidden(post)
 
     def _watch_inputs(self, use: ModuleUse, inputs: Any) -> None:
