@@ -96,14 +96,13 @@ class FetchCoordinator:
 
     def enter(self, use: ModuleUse) -> bool:
         """A module begins to run; True if it trains not all of its parameters."""
-        schedule, shards, number, trains = self.schedule, use.shards, use.number, True
-        if not self.stack and not schedule.running:
+        schedule, shards, trains = self.schedule, use.shards, True
+        if not self.stack and not schedule.key:
             self.bring_back()
-            schedule.open(("forward", number, *self.kind, torch.is_grad_enabled()), use)
+            schedule.open(("forward", use.number, *self.kind, torch.is_grad_enabled()), use)
         schedule.need(use)
+        _hold(use, shards)
         for shard in shards:
-            shard.holds += 1
-            shard.users[number] = None
             trains = trains and shard.param.requires_grad
         self.stack.append((use, shards))
         return not trains
@@ -112,8 +111,8 @@ class FetchCoordinator:
         """A module has run, or failed."""
         if self.in_backward:
             self._keep_frozen(use)
-        if self._pop(use) and not self.stack and not self.in_backward and self.schedule.running:
-            if self.schedule.grad:
+        if self._pop(use) and not self.stack and not self.in_backward and self.schedule.key:
+            if self.schedule.key[-1] is True:
                 self._forwards.add(self.schedule.key)
             self.schedule.close()
 

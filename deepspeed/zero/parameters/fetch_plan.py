@@ -61,12 +61,9 @@ class FetchPlan:
     """Elements that are whole at most."""
     kept: frozenset[int] = frozenset()
     """Whole when the pass ends, for the pass that follows."""
-    uses: list[int] = field(default_factory=list, repr=False)
-    """Of the steps, and one of no module behind them."""
     _places: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self.uses.extend([*(step.use for step in self.steps), -1])
         for place, step in enumerate(self.steps):
             self._places.setdefault(step.use, []).append(place)
 

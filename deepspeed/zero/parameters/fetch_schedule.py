@@ -58,20 +58,16 @@ class _Pass:
     """Where a running pass is."""
 
     key: tuple[object, ...]
+    backward: bool
+    serves: GatherFor
     plan: FetchPlan | None
     learned: Any = None
-    backward: bool = field(init=False)
-    serves: GatherFor = field(init=False)
     next: int = 0
     strayed: bool = False
     """This rank has left the plan."""
     events: list[UseEvent] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
     """The uses that all ranks gathered, in order, while asking."""
-
-    def __post_init__(self) -> None:
-        self.backward = self.key[0] == "backward"
-        self.serves = GatherFor.BACKWARD if self.backward else GatherFor.FORWARD
 
 
 @dataclass
@@ -156,18 +152,8 @@ class FetchSchedule:
         return sum(s.numel for s in self._shards.values() if (s.whole or s.pending) and not s.persistent)
 
     @property
-    def running(self) -> bool:
-        """True inside a pass."""
-        return self._pass is not None
-
-    @property
-    def grad(self) -> bool:
-        """True if the pass that runs is a forward with gradients."""
-        return self._pass is not None and self._pass.key[-1] is True
-
-    @property
     def key(self) -> tuple[object, ...]:
-        """What kind of pass runs."""
+        """What kind of pass runs; the last of it is True in a forward with gradients. Empty outside of passes."""
         return () if self._pass is None else self._pass.key
 
     # ---- begin and end
@@ -176,8 +162,10 @@ class FetchSchedule:
         """A pass begins, on all ranks; an error on all of them if one does something else."""
         known = self._known.setdefault(key, _Known())
         usable = known.plan if known.misfits < _PATIENCE else None
-        self._pass, self.position = _Pass(key, usable, known.learned), 0
-        mine = begin_code((key, usable is not None), backward=key[0] == "backward")
+        backward = key[0] == "backward"
+        serves = GatherFor.BACKWARD if backward else GatherFor.FORWARD
+        self._pass, self.position = _Pass(key, backward, serves, usable, known.learned), 0
+        mine = begin_code((key, usable is not None), backward=backward)
         said = self._say(mine, f"begin of a {key[0]} pass")
         if self.copies is not None and bool(said[:, 3].any()):
             self.copies.drop()
@@ -253,7 +241,7 @@ class FetchSchedule:
         now = self._pass
         if now is not None and now.plan is None:
             now.events.append(use.event(False))
-        self.let_go(shards, self._keep.get(use.number, _NOTHING))
+        self.loosened(use, shards)
 
     def loosened(self, use: ModuleUse, shards: Sequence[Shard]) -> None:
         """A use does not need some of its parameters any more."""
@@ -356,7 +344,7 @@ class FetchSchedule:
 
     def _follow(self, now: _Pass, steps: FetchPlan, use: ModuleUse) -> None:
         place: int | None = now.next
-        if steps.uses[now.next] != use.number:
+        if now.next == len(steps.steps) or steps.steps[now.next].use != use.number:
             place = steps.find(use.number, now.next)
             self._play(now, now.next if place is None else place)
         if place is not None:

@@ -42,6 +42,8 @@ class GatherFor(Enum):
     """Somebody reads or writes them: a user, a checkpoint, `Init`."""
 
 
+T = TypeVar("T")
+K = TypeVar("K")
 T_contra = TypeVar("T_contra", contravariant=True)
 
 
@@ -183,7 +185,7 @@ class PlainGather:
             for cut in cuts:
                 cut[0].pending = _by_all_reduce(cut)
             return
-        for axis, alike in _alike(cuts):
+        for (_, axis), alike in _grouped(cuts, [(shard.dtype, axis) for shard, axis, _ in cuts]):
             group = axis.group
             if self.hops is not None and axis.nodes is not None:
                 for few in [[cut] for cut in alike] if self.one_by_one else [alike]:
@@ -205,17 +207,14 @@ class PlainGather:
                         _single(cut, group)
 
 
-def _alike(cuts: list[Cut]) -> list[tuple[AxisGroup, list[Cut]]]:
-    """Those of one dtype and axis; most often all are, and need no look-up each."""
-    for shard, axis, _ in cuts:
-        if axis is not cuts[0][1] or shard.dtype != cuts[0][0].dtype:
-            break
-    else:
-        return [(cuts[0][1], cuts)] if cuts else []
-    kinds: dict[Any, list[Cut]] = {}
-    for cut in cuts:
-        kinds.setdefault((cut[0].dtype, cut[1]), []).append(cut)
-    return [(axis, alike) for (_, axis), alike in kinds.items()]
+def _grouped(items: list[T], kinds: list[K]) -> Iterable[tuple[K, list[T]]]:
+    """The items by their kinds; most often all are of one, and need no look-up each."""
+    if not kinds or kinds.count(kinds[0]) == len(kinds):
+        return [(kind, items) for kind in kinds[:1]]
+    groups: dict[K, list[T]] = {}
+    for item, kind in zip(items, kinds, strict=True):
+        groups.setdefault(kind, []).append(item)
+    return groups.items()
 
 
 PLAIN = PlainGather()
@@ -224,19 +223,10 @@ PLAIN = PlainGather()
 def start(shards: Iterable[Shard], serves: GatherFor = GatherFor.ACCESS) -> None:
     """Begin to make these whole, whether or not they are, each in its own way."""
     shards = [shard for shard in shards if not shard.alone]
-    mixed = False
     for shard in shards:
         if shard.late is not None:
             shard.settle()
-        mixed = mixed or shard.gather is not shards[0].gather
-    if not mixed:
-        if shards:
-            (shards[0].gather or PLAIN).start(shards, serves)
-        return
-    kinds: dict[Any, list[Shard]] = {}
-    for shard in shards:
-        kinds.setdefault(shard.gather or PLAIN, []).append(shard)
-    for way, alike in kinds.items():
+    for way, alike in _grouped(shards, [shard.gather or PLAIN for shard in shards]):
         way.start(alike, serves)
 
 
@@ -262,12 +252,10 @@ def gather(shards: Sequence[Shard], serves: GatherFor = GatherFor.ACCESS) -> Non
 @torch.no_grad()
 def spread(shards: Sequence[Shard], source: int = 0) -> None:
     """Let every rank cut what one of those that hold them has as the whole parameters; all of them are whole."""
-    axes: dict[Any, list[Shard]] = {}
     for shard in shards:
         shard.reclaim()
-        if not shard.alone:
-            axes.setdefault(shard.axis, []).append(shard)
-    for axis, alike in axes.items():
+    cut = [shard for shard in shards if not shard.alone]
+    for axis, alike in _grouped(cut, [shard.axis for shard in cut]):
         replicas, flats = alike[0].replicas, [shard.flat for shard in alike]
         with comm.labelled(f"{alike[0].name} … {alike[-1].name}"):
             if replicas is not None:  # first to the rank at the same place of each group, which gives it to its own
