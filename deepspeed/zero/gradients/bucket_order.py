@@ -132,7 +132,7 @@ class BucketOrder:
         if each not in self._here:
             self._here.add(each)
             self.waiting += self._sizes[each]
-        if each in self._left and self._left[each]:
+        if self._left.get(each):
             self._left[each] -= 1
             self._missing[place] -= 1
         if self.early and self.next < self._end and (self.waiting > self._budget or not self._missing[self.next]):

@@ -96,11 +96,12 @@ class FetchCoordinator:
 
     def enter(self, use: ModuleUse) -> bool:
         """A module begins to run; True if it trains not all of its parameters."""
-        schedule, shards, trains = self.schedule, use.shards, True
+        schedule, trains = self.schedule, True
         if not self.stack and not schedule.key:
             self.bring_back()
             schedule.open(("forward", use.number, *self.kind, torch.is_grad_enabled()), use)
         schedule.need(use)
+        shards = use.shards
         _hold(use, shards)
         for shard in shards:
             trains = trains and shard.param.requires_grad
@@ -138,9 +139,7 @@ class FetchCoordinator:
         if not self.stack:
             return
         use, held = self.stack[-1]
-        if shard not in use.shards:
-            self.schedule.extend(use, shard)
-        self.schedule.need(use)
+        self.schedule.need(use, shard if shard not in use.shards else None)
         if shard not in held:
             _hold(use, (shard,))
             self.stack[-1] = use, (*held, shard)
@@ -149,7 +148,7 @@ class FetchCoordinator:
         """A module returns one of its parameters: whoever called it uses that from now on, until it ends."""
         caller = next((top for top, _ in reversed(self.stack) if top is not use), None)
         if caller is not None and shard not in caller.shards:
-            self.schedule.extend(caller, shard)
+            self.schedule.need(caller, shard)
             place = next(i for i, (top, _) in enumerate(self.stack) if top is caller)
             _hold(caller, (shard,))
             self.stack[place] = caller, (*self.stack[place][1], shard)
