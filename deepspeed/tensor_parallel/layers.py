@@ -26,7 +26,18 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed import comm
 from deepspeed.errors import UsageError
-from deepspeed.parallel.regions import ParameterCut, RankGroup, Way, between, enter, joined, leave, own, summed_part
+from deepspeed.parallel.regions import (
+    OwnProduct,
+    ParameterCut,
+    RankGroup,
+    Way,
+    between,
+    enter,
+    joined,
+    leave,
+    own,
+    summed_part,
+)
 
 
 class _Flight:
@@ -284,6 +295,16 @@ class ShardInfo(ParameterCut):
     keep_split: bool = False
     """Of the output layer: what it returns is split by vocabulary, because the loss takes it so."""
 
+    @property
+    def plain(self) -> bool:
+        known = self.splits.keys() & {"weight", "gate_up_proj"}
+        return bool(known) and not self.transposed and self.rows is None
+
+    @property
+    def by_outputs(self) -> bool:
+        weight = self.splits.get("weight")
+        return self.plain and weight is not None and weight.dim == 0 and not self.gather_output
+
     def forget(self) -> None:
         """The split region is left."""
         self.entrance.forget()
@@ -302,6 +323,9 @@ class _Shared(nn.Module):
         return f"{own}{', ' if own else ''}rank {axis.rank} of {axis.size}"
 
     def product(self, inputs: Tensor, *, with_bias: bool) -> Tensor:
+        if isinstance(self, OwnProduct):
+            output = self.base_product(inputs, with_bias=with_bias)
+            return output if self.share.rows is None else _rows(output, self.share.rows, -1)
         weight, bias = self.weight, self.bias if with_bias else None
         if self.share.transposed:
             weight = weight.t()
@@ -316,7 +340,8 @@ class ColumnParallel(_Shared):
 
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
-        if share.gate is not None and share.rows is None and not share.transposed and torch.is_grad_enabled():
+        plain = share.rows is None and not share.transposed and not isinstance(self, OwnProduct)
+        if share.gate is not None and plain and torch.is_grad_enabled():
             output = share.gate.linear(input, self.weight, self.bias)
         else:
             inputs = input if share.sequence is not None else share.entrance(input)
@@ -325,7 +350,7 @@ class ColumnParallel(_Shared):
             output = between(output, share.axis, share.sizes, -1, (joined, own))
         if share.gather_output:
             share.forget()
-        return output
+        return self.adapted(input, output) if isinstance(self, OwnProduct) else output
 
 
 class RowParallel(_Shared):
@@ -335,12 +360,14 @@ class RowParallel(_Shared):
         share = self.share
         share.forget()
         inputs = between(input, share.axis, share.sizes, -1, (own, joined)) if share.split_input else input
-        if share.gate is not None and not share.transposed and torch.is_grad_enabled():
+        plain = not share.transposed and not isinstance(self, OwnProduct)
+        if share.gate is not None and plain and torch.is_grad_enabled():
             output = overlapped_sum(inputs, self.weight, share.axis)
             return output if self.bias is None else output + self.bias
         output = self.product(inputs, with_bias=False)
         output = leave(output, share.axis, fresh=True) if share.sequence is None else share.sequence.leave(output)
-        return output if self.bias is None else output + self.bias
+        output = output if self.bias is None else output + self.bias
+        return self.adapted(input, output) if isinstance(self, OwnProduct) else output
 
 
 class VocabularyParallel(_Shared):
@@ -350,10 +377,13 @@ class VocabularyParallel(_Shared):
     """
 
     padding_idx: int | None
+    num_embeddings: int
+    first: int
+    """The first token that lies here."""
 
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
-        start, stop = share.splits["weight"].parts[share.axis.rank][0]
+        start, stop = self.first, self.first + self.num_embeddings
         foreign = (input < start) | (input >= stop)
         padding = self.padding_idx
         self.padding_idx = padding - start if padding is not None and start <= padding < stop else None
@@ -371,7 +401,10 @@ class ExpertsParallel(_Shared):
         axis = self.share.axis
         entered = [enter(a, axis) if _is_activation(a) else a for a in args]
         named = {key: enter(a, axis) if _is_activation(a) else a for key, a in kwargs.items()}
-        return leave(super().forward(*entered, **named), axis)
+        return leave(self.product(*entered, **named), axis)
+
+    def product(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
 
 
 def share_of(module: nn.Module) -> ShardInfo | None:
@@ -380,9 +413,9 @@ def share_of(module: nn.Module) -> ShardInfo | None:
     return share if isinstance(share, ShardInfo) else None
 
 
-def _rows(tensor: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
-    parts = [tensor[start:stop] for start, stop in rows]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _rows(tensor: Tensor, rows: tuple[tuple[int, int], ...], dim: int = 0) -> Tensor:
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _is_activation(value: Any) -> bool:
