@@ -82,7 +82,6 @@ class BlockCodec:
         return payload, message[..., : 4 * count].view(torch.float32)
 
     def encode(self, values: Tensor, message: Tensor | None = None) -> Tensor:
-        """See `Codec`."""
         return self._encode(values, message, None)
 
     def encode_at_random(self, values: Tensor, seed: int, message: Tensor | None = None) -> Tensor:

@@ -248,7 +248,6 @@ def _as_it_is(module: fx.GraphModule, free_from: int | None) -> Compiled:
 
 
 def _uncompiled(captured: CapturedGraph, module: fx.GraphModule, inputs: Sequence[Any], free_from: int | None) -> Any:
-    """The graphs as they are."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 

@@ -144,7 +144,6 @@ class GridGroups(Sequence[Ranks]):
         return number
 
     def has(self, ranks: Ranks) -> bool:
-        """Whether one of the groups is this one."""
         return bool(ranks) and len(ranks) == len(self._members) and self[self.number_of(ranks[0])] == ranks
 
     def __eq__(self, other: object) -> bool:

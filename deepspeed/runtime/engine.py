@@ -383,7 +383,6 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config as it was given."""
         return self._config.loaded.raw
 
     @property

@@ -64,7 +64,6 @@ class FoundCheckpoint:
 
     @property
     def tag(self) -> str | None:
-        """Its tag."""
         return None if self.checkpoint is None else self.checkpoint.tag
 
     @property

@@ -41,7 +41,6 @@ def layer_norm(
 def rms_norm_reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, _keeps: bool = False
 ) -> Pair:
-    """In plain torch."""
     total = x if residual is None else (x + residual).contiguous()  # as that of the kernels
     wide = total.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -52,7 +51,6 @@ def rms_norm_reference(
 def layer_norm_reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, _keeps: bool = False
 ) -> Pair:
-    """In plain torch."""
     total = x if residual is None else (x + residual).contiguous()  # as that of the kernels
     normal = functional.layer_norm(total.float(), total.shape[-1:], weight.float(), bias.float(), eps)
     return normal.to(x.dtype), total

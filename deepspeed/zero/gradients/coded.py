@@ -170,7 +170,6 @@ class CodedReduction:
 
     @property
     def rank(self) -> int:
-        """This rank on the axis."""
         return self.axis.rank
 
     @property

@@ -162,7 +162,6 @@ class ReduceToOwners:
 
     @property
     def rank(self) -> int:
-        """This rank on the axis."""
         return self.axis.rank
 
     @property

@@ -44,22 +44,18 @@ class SignReduction:
 
     @property
     def size(self) -> int:
-        """See `Reduction`."""
         return self._plain.size
 
     @property
     def rank(self) -> int:
-        """See `Reduction`."""
         return self._plain.rank
 
     @property
     def few(self) -> int:
-        """See `Reduction`."""
         return self._plain.few
 
     @property
     def late(self) -> AxisGroup | None:
-        """See `Reduction`."""
         return None
 
     def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
@@ -84,7 +80,6 @@ class SignReduction:
     # ---- of what takes their place
 
     def prepare(self, settled: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """See `MomentumExchange`."""
         if not others:
             return
         known = self._any_of([[param.grad is not None] for param in others])
@@ -95,13 +90,11 @@ class SignReduction:
 
     @torch.no_grad()
     def advance(self, members: Sequence[Member]) -> None:
-        """See `MomentumExchange`."""
         for group, param, momentum in members:
             momentum.lerp_(gradient_of(param), 1 - group["betas"][0])
         self.sign_mean({param: momentum for _, param, momentum in members})
 
     def mean_gradients(self, settled: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """See `MomentumExchange`."""
         gradients = {param: gradient_of(param).to(torch.float32, copy=True) for param in settled}
         self.sign_mean(gradients)
         return gradients
@@ -112,7 +105,6 @@ class SignReduction:
 
     @torch.no_grad()
     def sign_mean(self, values: Mapping[Any, Tensor]) -> None:
-        """See `MomentumExchange`."""
         flat = {key: value.reshape(-1).to(torch.float32, copy=True) for key, value in values.items()}
         errors = [
             self._errors_of(key, self.name_of(key), value, (value.numel(), chunk_of(value.numel(), self._axis.size)))
@@ -125,7 +117,6 @@ class SignReduction:
 
     @torch.no_grad()
     def exact_mean(self, values: Sequence[Tensor]) -> None:
-        """See `MomentumExchange`."""
         with comm.labelled("gradients of parameters without a variance"):
             for value in values:
                 comm.all_reduce(value, group=self._axis.group)
@@ -139,7 +130,6 @@ class SignReduction:
         return [[bool(flag) for flag in row] for row in known.tolist()]
 
     def forget(self) -> None:
-        """See `MomentumExchange`."""
         self._errors.clear()
         self._loaded.clear()
 
@@ -186,7 +176,6 @@ class SignReduction:
             )
 
     def close(self) -> None:
-        """See `Reduction`."""
         self.forget()
         self.local.clear()
         self._optimizer.exchange = None
