@@ -1,9 +1,9 @@
 """Any checkpoint → a universal one, parameter by parameter: no intermediate files, and memory for a few at a time.
 
 [Note: linear matching] Python's `re` tries one way after the other, and there are patterns of twenty characters for
-which it needs longer than anybody lives. Here all ways are followed at once: of each part of a pattern, the places of the name where
-it may end follow from those where it may begin. What cannot be matched so (references back, looking around) does not
-occur in rules for names, and is refused.
+which it needs longer than anybody lives. Here all ways are followed at once: where each part of a pattern may end in
+the name follows from where it may begin. What cannot be matched so (references back, looking around) does not occur in
+rules for names, and is refused.
 """
 
 from __future__ import annotations
