@@ -98,10 +98,6 @@ class _Place:
         return _Place(join(self.path, json), join(self.spelled, given or json), self.root, self.found)
 
 
-def _is_comment(name: str) -> bool:
-    return name.startswith(("_", "//", "#", "$"))
-
-
 def _object(raw: dict[str, Any], model: Model, place: _Place) -> dict[str, Any]:
     """The known keys of one object of the config."""
     keys = keys_of(model)
@@ -164,7 +160,7 @@ def _unknown(name: str, model: Model, place: _Place) -> bool:
     if here.path in REMOVED:
         found.problems.append(ConfigProblem(here.spelled, REMOVED[here.path]))
         return False
-    if _is_comment(name):
+    if name.startswith(("_", "//", "#", "$")):  # a comment
         return False
     if model.model_config.get("extra") == "allow":
         found.given[here.path] = here.spelled
