@@ -66,13 +66,13 @@ class Norm(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        eps: float,
-        offset: float,
+        numbers: tuple[float, float],
         keeps: bool,
     ) -> Tensor | Pair:
         from deepspeed.ops.model.kernels.norm import norm_forward
 
         rows = None if residual is None else rows_of(residual)
+        eps, offset = numbers
         y, total, facts = norm_forward(rows_of(x), rows, weight, bias, eps, offset)
         ctx.save_for_backward(total, weight, *facts)
         ctx.adds, ctx.offset = residual is not None, offset
@@ -90,13 +90,13 @@ class Norm(torch.autograd.Function):
         further = None if dtotal is None else rows_of(dtotal)
         dx, found = norm_backward(rows_of(dy), further, total, weight, facts, ctx.offset)
         dx, (dweight, *dbias) = dx.view(dy.shape), found.to(weight.dtype)
-        return dx, dx if ctx.adds else None, dweight, dbias[0] if dbias else None, None, None, None
+        return dx, dx if ctx.adds else None, dweight, dbias[0] if dbias else None, None, None
 
 
 def _computed(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float, keeps: bool
 ) -> Pair:
-    result: Any = Norm.apply(x, residual, weight, bias, eps, offset, keeps)  # type: ignore[no-untyped-call]
+    result: Any = Norm.apply(x, residual, weight, bias, (eps, offset), keeps)  # type: ignore[no-untyped-call]
     return (result, x) if residual is None and not keeps else result
 
 

@@ -21,13 +21,14 @@ from deepspeed.zero.gradients.reduction import LocalGradients, Reduction, Share
 _KINDS = ("worker_error", "server_error")
 
 
-class SignReduction:
+class SignReduction(Reduction):
     """A `Reduction` of whole gradients, and the `MomentumExchange` of the optimizer that they are for."""
 
     owned = False
 
     def __init__(self, plain: Reduction, axis: AxisGroup, optimizer: OneBitOptimizer) -> None:
         self._plain, self._axis, self._optimizer = plain, axis, optimizer
+        self.axis = plain.axis
         self._errors: dict[Any, SignErrors] = {}
         self._names: dict[Any, str] = {}
         """What checkpoints call the errors."""
@@ -43,20 +44,8 @@ class SignReduction:
     # ---- of gradients
 
     @property
-    def size(self) -> int:
-        return self._plain.size
-
-    @property
-    def rank(self) -> int:
-        return self._plain.rank
-
-    @property
     def few(self) -> int:
         return self._plain.few
-
-    @property
-    def late(self) -> AxisGroup | None:
-        return None
 
     def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
         """See `Reduction`; gradients that stay are the mean over the samples of this rank."""
@@ -73,9 +62,6 @@ class SignReduction:
                 "gradients stay on their ranks, which exchange signs. The norm of such gradients, and what "
                 "gradient_clipping does by it, are those of each rank alone."
             )
-
-    def stepped(self) -> None:
-        """See `Reduction`."""
 
     # ---- of what takes their place
 
