@@ -294,7 +294,8 @@ class _Matching:
         if op == "BRANCH":
             return set().union(*(self.ends(way, starts) for way in argument[1]))
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
-            return self._repeated(*argument, starts)
+            least, most, inner = argument
+            return self._repeated(least, most, inner, starts)
         raise self._refused(op)
 
     def _repeated(self, least: int, most: int, inner: Any, starts: set[int]) -> set[int]:
