@@ -121,7 +121,7 @@ class Reduction:
 
     def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
         """Begin with a tensor that is used up; the result is this rank's slice, weighted."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} defines no way for gradients")
 
     def stepped(self) -> None:
         """All ranks are about to take an optimizer step."""
