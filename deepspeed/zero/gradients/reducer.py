@@ -357,7 +357,7 @@ class GradientReducer:
         self.arrivals.close()
         self._flights.carry([])
 
-    # ---- when buckets leave where parameters are gathered: `zero.parameters.fetch_schedule.LeavingBuckets`
+    # ---- when buckets leave where parameters are gathered: see `FetchSchedule`
 
     def learn(self, agreement: RankAgreement) -> _Learned | None:
         """The first rank's order from now on; returns where the pass was when each gradient came, if that is known."""
