@@ -357,7 +357,15 @@ class GradientReducer:
         self.arrivals.close()
         self._flights.carry([])
 
-    # ---- when buckets leave where parameters are gathered: see `FetchSchedule`
+    # ---- when buckets leave where parameters are gathered: `zero.parameters.fetch_schedule.LeavingBuckets`
+
+    def ready(self) -> tuple[int, int]:
+        """How many buckets may have left by now, and how many must have because too much waits."""
+        return self.arrivals.ready()
+
+    def depart(self, until: int | None) -> None:
+        """Let buckets leave until so many have, or all."""
+        self.arrivals.depart(until)
 
     def learn(self, agreement: RankAgreement) -> _Learned | None:
         """The first rank's order from now on; returns where the pass was when each gradient came, if that is known."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +27,29 @@ from deepspeed.zero.parameters.shard import Shard
 from deepspeed.zero.parameters.uses import ModuleUse
 
 if TYPE_CHECKING:
-    from deepspeed.zero.gradients.reducer import GradientReducer
+    from deepspeed.zero.gradients.hooks import GradientHooks
 
 _PATIENCE = 3  # plans that did not fit, after which a kind of pass is asked for every time
+
+
+class LeavingBuckets(Protocol):
+    """The gradients that leave while a backward runs, as a pass sees them."""
+
+    @property
+    def arrivals(self) -> GradientHooks:
+        """When gradients come."""
+
+    def ready(self) -> tuple[int, int]:
+        """How many buckets may have left by now, and how many must have because too much waits."""
+
+    def depart(self, until: int | None) -> None:
+        """Let buckets leave until so many have; None: all of them."""
+
+    def learn(self, agreement: RankAgreement) -> Any:
+        """After a backward in which ranks asked: the first rank's order, from now on; returns when buckets leave."""
+
+    def until(self, learned: Any, step: int) -> int:
+        """How many buckets leave before a step of a plan, by what `learn` returned."""
 
 
 @dataclass
@@ -80,7 +100,7 @@ class FetchSchedule:
         """Blocks that are one use, of which ranks did not use all."""
         self.first: list[int] = []
         """The uses of the last forward that was asked for, in order."""
-        self.departing: GradientReducer | None = None
+        self.departing: LeavingBuckets | None = None
         self.copies: NearCopies | None = None
         """What neighbours keep of parameters; ranks agree in each pass whether it is good."""
         self.gathers = 0
@@ -278,12 +298,12 @@ class FetchSchedule:
     def depart(self) -> None:
         """Buckets that are complete, or too much to wait, leave; where all ranks come with the same gradients."""
         if self.departing is not None:
-            self.departing.arrivals.depart(max(self.departing.arrivals.ready()))
+            self.departing.depart(max(self.departing.ready()))
 
     # ---- by asking
 
     def _say(self, code: int, what: str, more: int = 0) -> Tensor:
-        ready, forced = (0, 0) if self.departing is None else self.departing.arrivals.ready()
+        ready, forced = (0, 0) if self.departing is None else self.departing.ready()
         outdated = self.copies is not None and self.copies.outdated
         return self._agreement.exchange([code, ready, forced, 2 * more + outdated], what)
 
@@ -389,7 +409,7 @@ class FetchSchedule:
 
     def _depart(self, now: _Pass, until: int | None) -> None:
         if self.departing is not None and now.key[0] == "backward":
-            self.departing.arrivals.depart(until)
+            self.departing.depart(until)
 
     # ---- making plans
 
