@@ -25,7 +25,7 @@ def test_the_peak_is_that_of_a_computed_step():
         values = config(stage, steps)
         values["zero_optimization"] |= OFFLOAD if away else {}
         found = plan(lambda again=recompute: Decoder(recompute=again), values, world=4, inputs=example_batch)
-        real = measured(Decoder(recompute=recompute), values, 4, steps)
+        real = measured(Decoder(recompute=recompute), values, 4)
         row = f"stage {stage}, recompute {recompute}, offload {away}, {steps} micro steps"
         assert abs(found.largest.peak.total - real.total) <= 0.02 * real.total, (row, found.largest.peak, real)
         assert sum(found.largest.kinds.values()) == found.largest.peak.total, "every byte has one kind"
