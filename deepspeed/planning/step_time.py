@@ -126,13 +126,10 @@ def _played(
         trace, found = traces[like], {phase.phase: phase.total for phase in phases[like]}
         sends = [each for each in trace.collectives if _is_message(trace, each) and each.op in ("send", "isend")]
         messages = sum(schedule.sent(action) is not None for action in row)
-        costs.append(
-            Costs(
-                *(found.get(phase, 0.0) / schedule.micro_batches for phase in (FORWARD, BACKWARD, WEIGHTS)),
-                # a link carries a message whole; each of its two ranks counts half of it
-                message=2 * sum(each.count * _sending(each, device) for each in sends) / max(messages, 1),
-            )
-        )
+        passes = (found.get(phase, 0.0) / schedule.micro_batches for phase in (FORWARD, BACKWARD, WEIGHTS))
+        # a link carries a message whole; each of its two ranks counts half of it
+        message = 2 * sum(each.count * _sending(each, device) for each in sends) / max(messages, 1)
+        costs.append(Costs(*passes, message))
     return simulate(schedule, costs)
 
 

@@ -14,9 +14,10 @@ import copy
 import importlib
 import itertools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -76,10 +77,11 @@ KINDS = (
 )
 """Of memory on the device, in the order in which they are shown."""
 
-# Sections that write files, print, or stop the device to measure: none of them changes what a step holds or sends.
+# Sections that write files, print, measure or check: none of them changes what other steps hold or send.
 _WATCHES = (
     *("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "memory_profiler", "comms_logger"),
     *("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state", "hangs", "timers", "autotuning"),
+    *("events", "trace", "verify"),
 )
 
 
@@ -219,6 +221,7 @@ def trace(job: PlannedModel, place: RankPlace) -> RankTrace:
     with pretended_rank(*place), ExitStack() as stack:
         memory = stack.enter_context(UntouchedMemory())
         stack.enter_context(rehearsal())
+        stack.enter_context(redirect_stdout(sys.stderr))  # tables of engines: a plan may be JSON on the standard output
         with torch.enable_grad():
             return _Tracer(job, place, memory, stack).run()
 
@@ -243,6 +246,7 @@ class _Tracer:
     """Embeddings with sparse gradients, which are planned as dense ones."""
 
     def run(self) -> RankTrace:
+        others = tuple(HOST_STORAGES)  # of engines that were here before
         engine = self._engine()
         self.stack.callback(engine.destroy)
         parts = engine._parts
@@ -282,11 +286,11 @@ class _Tracer:
             peak=peak,
             kinds=_kinds(peak, head),
             sizes=_sizes(profiler.changes),
-            host=_on_host(engine),
+            host=_on_host(engine, others),
             collectives=self._collectives(parts.layout, entries, steps, ran),
             work=self._work(steps / ran),
             moments=_moments(profiler.changes, began, head),
-            overlaps=bool(parts.config.schema.zero_optimization.overlap_comm),
+            overlaps=parts.config.schema.zero_optimization.overlaps_comm,
             partition=() if pipeline is None else tuple(b - a for a, b in itertools.pairwise(pipeline.parts)),
             assumed=(*example.assumed, *_assumed(self.memory, engine), *self._densely()),
         )
@@ -526,7 +530,7 @@ def _sizes(changes: Sequence[MemoryChange]) -> dict[int, int]:
     return dict(Counter(size for size in held.values() if size > 0))
 
 
-def _on_host(engine: DeepSpeedEngine) -> dict[str, int]:
+def _on_host(engine: DeepSpeedEngine, others: Sequence[torch.UntypedStorage]) -> dict[str, int]:
     """Bytes in host memory between steps, by kind."""
     counted: set[int] = set()
     found: dict[str, int] = {}
@@ -536,7 +540,8 @@ def _on_host(engine: DeepSpeedEngine) -> dict[str, int]:
             if storage in HOST_STORAGES and storage._cdata not in counted:
                 counted.add(storage._cdata)
                 found[kind] = found.get(kind, 0) + storage.nbytes()
-    rest = sum(storage.nbytes() for storage in tuple(HOST_STORAGES)) - sum(found.values())
+    strange = set(map(id, others))
+    rest = sum(each.nbytes() for each in tuple(HOST_STORAGES) if id(each) not in strange) - sum(found.values())
     return {**found, **({"staging": rest} if rest else {})}
 
 

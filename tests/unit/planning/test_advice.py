@@ -11,7 +11,7 @@ from deepspeed.planning.trace import PlannedModel, quiet
 from tests.harness import ranks
 from tests.unit.planning.planned import Decoder, config, example_batch, measured
 
-CONFIGURATIONS, SEED, FIRST = 4, 38, 3
+CONFIGURATIONS, SEED, FIRST = 2, 38, 3
 SLACK = 1.02  # how near the peak of a plan is to that of a run
 
 
