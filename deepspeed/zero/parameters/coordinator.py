@@ -138,9 +138,7 @@ class FetchCoordinator:
         if not self.stack:
             return
         use, held = self.stack[-1]
-        if shard not in use.shards:
-            self.schedule.extend(use, shard)
-        self.schedule.need(use)
+        self.schedule.need(use, shard if shard not in use.shards else None)
         if shard not in held:
             _hold(use, shard)
             self.stack[-1] = use, (*held, shard)
@@ -149,7 +147,7 @@ class FetchCoordinator:
         """A module returns one of its parameters: whoever called it uses that from now on, until it ends."""
         caller = next((top for top, _ in reversed(self.stack) if top is not use), None)
         if caller is not None and shard not in caller.shards:
-            self.schedule.extend(caller, shard)
+            self.schedule.need(caller, shard)
             place = next(i for i, (top, _) in enumerate(self.stack) if top is caller)
             _hold(caller, shard)
             self.stack[place] = caller, (*self.stack[place][1], shard)

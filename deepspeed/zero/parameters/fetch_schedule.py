@@ -114,12 +114,6 @@ class FetchSchedule:
         for shard in use.shards:
             self._shards[shard.number] = shard
 
-    def extend(self, use: ModuleUse, shard: Shard) -> None:
-        """A use needs one more parameter whenever it runs: plans do not fit any more."""
-        use.add(shard)
-        self._shards[shard.number] = shard
-        self._known.clear()
-
     def clear(self) -> None:
         """Forget every use and every plan."""
         self._known.clear()
@@ -231,14 +225,16 @@ class FetchSchedule:
 
     # ---- a use
 
-    def need(self, use: ModuleUse) -> None:
-        """Make the parameters of a use whole, by the plan or by asking."""
+    def need(self, use: ModuleUse, also: Shard | None = None) -> None:
+        """Make the parameters of a use whole, by the plan or by asking; `also` is one that it uses from now on."""
         if self._pass is None:
             self.open(("use", use.number, torch.is_grad_enabled()), use)
         now = self._pass
         assert now is not None, "just opened"
+        if also is not None:
+            self._stray(now)
         if now.plan is None or now.strayed:
-            self._ask(now, use)
+            self._ask(now, use, also)
         else:
             self._follow(now, now.plan, use)
         if now.plan is None:
@@ -321,8 +317,16 @@ class FetchSchedule:
             asked = True
             self._answer(now, said, None)
 
-    def _ask(self, now: _Pass, use: ModuleUse) -> None:
-        self._answer(now, self._say(use.number + 1, f"request for {use.name}"), use)
+    def _stray(self, now: _Pass) -> None:
+        """Take part in the rest of the plan, to ask from then on."""
+        if now.plan is not None and not now.strayed:
+            self._play(now, len(now.plan.steps))
+            self._depart(now, None)
+            now.strayed = True
+
+    def _ask(self, now: _Pass, use: ModuleUse, also: Shard | None = None) -> None:
+        more = 0 if also is None else list(self._shards).index(also.number) + 1
+        self._answer(now, self._say(use.number + 1, f"request for {use.name}", more), use)
 
     def _answer(self, now: _Pass, said: Tensor, mine: ModuleUse | None) -> None:
         """Gather what any rank asked for; keep only what this rank asked for."""
@@ -332,6 +336,8 @@ class FetchSchedule:
             raise self._agreement.disagreement(f"is in a {now.key[0]} pass{_where(mine)}")
         if now.plan is None:
             self._depart(now, max(int(said[:, 1].min()), int(said[:, 2].max())))
+        if bool((said[:, 3] > 1).any()):
+            self._extend(said[:, 0].tolist(), (said[:, 3] // 2).tolist())
         wanted = [mine.number + 1] if mine is not None and bool((codes == mine.number + 1).all()) else None
         for number in wanted or sorted({int(code) for code in codes.tolist() if code > 0}):
             use = self.uses[number - 1]
@@ -339,6 +345,15 @@ class FetchSchedule:
             self._gather(now, use.shards)
             if use is not mine:
                 self.let_go(use.shards)
+
+    def _extend(self, codes: Sequence[int], also: Sequence[int]) -> None:
+        """Uses need one more parameter whenever they run, by what any rank found: plans do not fit any more."""
+        known = list(self._shards.values())
+        for code, more in sorted({(code, more) for code, more in zip(codes, also, strict=True) if code > 0 < more}):
+            use, shard = self.uses[code - 1], known[more - 1]
+            if shard not in use.shards:
+                use.add(shard)
+        self._known.clear()
 
     def _gather(self, now: _Pass, shards: Sequence[Shard]) -> None:
         wanted = [shard for shard in shards if not shard.persistent]
@@ -358,9 +373,7 @@ class FetchSchedule:
         if not absent:
             return
         if any(s.pending is None and not s.alone for s in absent):  # what this rank alone holds comes from nobody
-            self._play(now, len(steps.steps))
-            self._depart(now, None)
-            now.strayed = True
+            self._stray(now)
             self._ask(now, use)
             return
         finish(absent)

@@ -86,6 +86,22 @@ def test_whatever_is_gathered_ahead(keys):
     assert_same_training(train(3, CASES["others"], **keys), expected)
 
 
+class Borrower(Experts):
+    """Computes with the weights of layers that it does not call."""
+
+    def forward(self, x, chosen):
+        x = torch.tanh(self.first(x))
+        for expert in chosen:
+            x = x + nn.functional.linear(x, self.experts[expert].weight)
+        return self.last(x).square().mean()
+
+
+@pytest.mark.parametrize("name", ["others", "from the first"])
+@ranks(2)
+def test_ranks_may_read_different_weights_of_other_modules(name):
+    assert_same_training(train(3, CASES[name], Borrower), train(0, CASES[name], Borrower))
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
