@@ -14,7 +14,6 @@ from deepspeed.parallel.axes import SAMPLE_AXES
 from deepspeed.pipe.schedule.simulate import Costs, Timeline, simulate
 from deepspeed.planning.ceilings import DeviceCeilings
 from deepspeed.planning.trace import (
-    BACKWARD,
     FORWARD,
     MESSAGES,
     PHASES,
@@ -126,10 +125,10 @@ def _played(
         trace, found = traces[like], {phase.phase: phase.total for phase in phases[like]}
         sends = [each for each in trace.collectives if _is_message(trace, each) and each.op in ("send", "isend")]
         messages = sum(schedule.sent(action) is not None for action in row)
-        passes = (found.get(phase, 0.0) / schedule.micro_batches for phase in (FORWARD, BACKWARD, WEIGHTS))
+        forward, back, weights = (found.get(each, 0.0) / schedule.micro_batches for each in PHASES[:3])
         # a link carries a message whole; each of its two ranks counts half of it
         message = 2 * sum(each.count * _sending(each, device) for each in sends) / max(messages, 1)
-        costs.append(Costs(*passes, message))
+        costs.append(Costs(forward, back, weights, message))
     return simulate(schedule, costs)
 
 

@@ -100,13 +100,14 @@ def test_the_job_is_planned(tmp_path):
     """This machine has addresses for the layer, and no memory for its states."""
     job = Job(tmp_path, 2)
     for rank in range(2):
-        script = SHOWS.replace("WIDTH", str(available_memory() // 3 // (4 * 64)))
+        script = SHOWS.replace("WIDTH", str(available_memory() // 6 // (4 * 64)))
         (job.of(rank) / "train.py").write_text(script)
     codes, output, errors = job.run("--json", "--model", "train.py", "--skip", f"{SPEEDS},clock,shared_folder,ops")
     (found,) = json.loads(output)["checks"]["plan"]
     assert codes == [1, 1], (errors, found)
     assert found["level"] == "problem"
     assert "its ranks need" in found["what"]
+    assert "offload_optimizer" in found["advice"]
 
 
 @ranks(1, init=False)
