@@ -67,7 +67,6 @@ SEEN = {
         ("stage 2", zero(contiguous_gradients=False)),
         ("stage 2", zero(round_robin_gradients=True)),
         ("stage 2", zero(allgather_bucket_size=1000)),
-        ("unclipped", zero(compute_grad_norm=False)),
     ],
     "stage 3": [
         ("stage 3", zero(sub_group_size=10_000)),
@@ -113,6 +112,9 @@ UNSEEN = {
         *("prescale_gradients", "bf16.check_grad_overflow", "optimizer_in_backward.clip_by_last_norm"),
         *("fp8.scaling", "seq_parallel_communication_data_type"),
         *("eigenvalue", "quantize_training", "zero_optimization.ignore_unused_parameters"),
+    ),
+    "it says whether a number is reported": (
+        "zero_optimization.compute_grad_norm",
     ),
     "it is for construction, saving, loading or a call of a script": (
         *("checkpoint", "zero_optimization.stage3_gather_16bit_weights_on_model_save", "compile"),
