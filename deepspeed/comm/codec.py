@@ -18,6 +18,8 @@ from deepspeed.ops.codecs.formats import FORMATS
 
 Parts = tuple[tuple[int, int], ...]
 """(where it begins in a row, how many numbers) of each."""
+Sections = tuple[tuple[int, int], ...]
+"""(where it begins in a message, how many bytes each block has there) of scales, payload and what else there is."""
 _ALIGNED = 16  # bytes at which the parts of a message begin, so that kernels read them in wide words
 
 
@@ -80,6 +82,10 @@ class BlockCodec:
         start = _aligned(4 * count, _ALIGNED)
         payload = message[..., start : start + self.payload_bytes(numel)]
         return payload, message[..., : 4 * count].view(torch.float32)
+
+    def sections(self, numel: int) -> Sections:
+        """Of a message of whole blocks."""
+        return (0, 4), (_aligned(4 * self.scales(numel), _ALIGNED), self.payload_bytes(self.block))
 
     def encode(self, values: Tensor, message: Tensor | None = None) -> Tensor:
         """See `Codec`."""
@@ -156,6 +162,10 @@ class RangeCodec:
 
     def parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         return self.inner.parts(message[..., self._begin(numel) :], numel)
+
+    def sections(self, numel: int) -> Sections:
+        """As of the block codec, with the middles before them."""
+        return (0, 4), *((self._begin(numel) + start, size) for start, size in self.inner.sections(numel))
 
     def encode(self, values: Tensor, message: Tensor | None = None) -> Tensor:
         numel = values.shape[-1]

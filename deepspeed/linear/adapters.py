@@ -15,7 +15,10 @@ from deepspeed import comm
 from deepspeed.checkpoint.formats.safetensors import TensorFile, open_file, save
 from deepspeed.checkpoint.storage.durable import write_file
 from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.fragments import DimSplit
 from deepspeed.linear.optimized_linear import LoRAOptimizedLinear
+from deepspeed.parallel.regions import RankGroup, cut_of, whole_of
+from deepspeed.transformers.replacement import whole_shape
 from deepspeed.trust import read_regular
 
 __all__ = ["load_adapters", "save_adapters"]
@@ -42,9 +45,7 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write the adapters of a model, such as `engine.module`; all ranks call it together, and rank 0 writes."""
     layers = _layers(model, "save_adapters")
     tensors = {
-        _key(name, half): _whole(getattr(layer, ours).weight)
-        for name, layer in layers.items()
-        for half, ours in _HALVES
+        _key(name, half): _whole(getattr(layer, ours)) for name, layer in layers.items() for half, ours in _HALVES
     }
     if not comm.is_initialized() or comm.get_rank() == 0:
         target = Path(folder)
@@ -57,13 +58,21 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         comm.barrier()
 
 
+def _cut(adapter: nn.Module) -> tuple[DimSplit, RankGroup] | None:
+    """How the weight of an adapter is split over tensor-parallel ranks."""
+    share = cut_of(adapter)
+    return None if share is None or "weight" not in share.splits else (share.splits["weight"], share.axis)
+
+
 @torch.no_grad()
-def _whole(param: Any) -> Tensor:
-    """The whole values of a parameter, of one in shards too, which is gathered by its own methods."""
+def _whole(adapter: Any) -> Tensor:
+    """The whole weight of an adapter, of one in shards too, which is gathered by its own methods."""
+    param, cut = adapter.weight, _cut(adapter)
     gathers = param.numel() == 0 and getattr(param, "ds_numel", 0) > 0
     if gathers:
         param.all_gather()
-    value: Tensor = param.data.detach().cpu().clone()
+    value: Tensor = param.data.detach() if cut is None else whole_of(param.data, *cut)
+    value = value.cpu().clone()
     if gathers:
         param.partition()
     return value
@@ -105,7 +114,7 @@ def load_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"load_adapters: {path} has no adapter in the format of PEFT ({error})") from error
     _require_plain(config, path)
     wanted = {
-        _key(name, half): (f"{name}.{ours}.weight", _sizes(layer, ours))
+        _key(name, half): (f"{name}.{ours}", _shape(getattr(layer, ours)))
         for name, layer in layers.items()
         for half, ours in _HALVES
     }
@@ -117,20 +126,25 @@ def load_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         if key in content.tensors and tuple(content.tensors[key].shape) != shape
     ]
     for name, layer in layers.items():
-        alpha, ours = _of(config, "alpha", name), layer.lora_config.lora_alpha
-        if alpha != ours:
-            problems.append(f"{name} has lora_alpha {alpha} there and {ours} in the model")
+        alpha = _of(config, "alpha", name)
+        if alpha != layer.lora_config.lora_alpha:
+            problems.append(f"{name} has lora_alpha {alpha} there and {layer.lora_config.lora_alpha} in the model")
     if problems:
         raise CheckpointError(
             f"load_adapters: {path} does not fit the model; {'; '.join(problems[:4])}"
             f"{f'; and {len(problems) - 4} more' * (len(problems) > 4)}. Build the model with the adapter's LoRAConfig"
         )
-    model.load_state_dict({ours: content.tensors[key] for key, (ours, _) in wanted.items()}, strict=False)
+    values = {}
+    for key, (ours, _) in wanted.items():
+        cut, value = _cut(model.get_submodule(ours)), content.tensors[key]
+        values[f"{ours}.weight"] = value if cut is None else cut[0].cut(value, cut[1].rank)
+    model.load_state_dict(values, strict=False)
 
 
-def _sizes(layer: LoRAOptimizedLinear, ours: str) -> tuple[int, int]:
-    rank = layer.lora_config.lora_r
-    return (rank, layer.input_dim) if ours == _HALVES[0][1] else (layer.output_dim, rank)
+def _shape(adapter: Any) -> tuple[int, ...]:
+    """Of the whole weight of an adapter."""
+    cut, shape = _cut(adapter), whole_shape(adapter.weight)
+    return shape if cut is None else cut[0].whole_shape(shape)
 
 
 def _of(config: Mapping[str, Any], what: str, name: str) -> Any:

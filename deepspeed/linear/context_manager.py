@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ContextDecorator, ExitStack, contextmanager
 from difflib import get_close_matches
+from itertools import chain
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from deepspeed import comm
 from deepspeed.comm.codec import group_codec
 from deepspeed.config.compression import WeightQuantizationConfig
 from deepspeed.errors import DeepSpeedConfigError, UsageError
@@ -20,7 +22,8 @@ from deepspeed.linear.optimized_linear import LoRAOptimizedLinear
 from deepspeed.linear.quantization import CodedWeight, coded
 from deepspeed.log import log_dist
 from deepspeed.memory.tier import ShareInTier, Tier
-from deepspeed.parallel import ParallelLayout
+from deepspeed.parallel import AxisGroup, ParallelLayout, layout_from_mpu
+from deepspeed.parallel.mpu import current_layout
 from deepspeed.transformers.replacement import whole_shape
 from deepspeed.transformers.source import ParameterConstruction
 
@@ -44,7 +47,7 @@ class LinearInit(ContextDecorator):
 
     def __enter__(self) -> LinearInit:
         with ExitStack() as stack:
-            stack.enter_context(ParameterConstruction(self._around).watch())
+            stack.enter_context(ParameterConstruction(self._around, beside_others=True).watch())
             self._open.append(stack.pop_all())
         return self
 
@@ -70,13 +73,15 @@ class LinearInit(ContextDecorator):
 
     def _finish(self, roots: Sequence[nn.Module]) -> None:
         lora, quantization = self._lora, self._quantization
+        stages = [root for root in roots if _is_stage(root)]
+        roots = stages or roots  # others are layers that lie on other stages
         layers = {name: each for root in roots for name, each in _plain_layers(root).items()}
         if lora is not None:
-            for name in _targets(list(layers), lora.target_mods):
+            for name in _targets(list(layers), lora.target_mods, staged=bool(stages)):
                 LoRAOptimizedLinear.adopt(layers[name], lora, quantization)
             if not lora.delay_lora_init:
                 for root in roots:
-                    if any(isinstance(each, LoRAOptimizedLinear) for each in root.modules()):
+                    if stages or any(isinstance(each, LoRAOptimizedLinear) for each in root.modules()):
                         init_lora(root)
             return
         assert quantization is not None, "one of both is given"
@@ -113,13 +118,26 @@ def _near(parts: Sequence[str], names: Sequence[str]) -> str:
     return f"names here: {', '.join(dict.fromkeys(near)) or 'none'}"
 
 
-def _targets(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """The names that have one of the wanted parts; an error if a part that the user chose finds nothing."""
-    idle = [part for part in wanted if not any(part in name for name in names)]
+def _is_stage(root: nn.Module) -> bool:
+    """Whether a module is a stage of a pipeline, which names the ranks of all stages."""
+    return callable(getattr(root, "mpu", None)) and comm.is_initialized()
+
+
+def _targets(names: Sequence[str], wanted: Sequence[str], *, staged: bool) -> list[str]:
+    """The names that have one of the wanted parts; an error if a part that the user chose finds nothing.
+
+    Of a pipeline it may find something on another stage, of which other ranks tell.
+    """
+    everywhere = list(names)
+    if staged:
+        told: list[list[str]] = [[] for _ in range(comm.get_world_size())]
+        comm.all_gather_object(told, everywhere)
+        everywhere = list(dict.fromkeys(chain(*told)))
+    idle = [part for part in wanted if not any(part in name for name in everywhere)]
     if len(idle) == len(wanted) or (idle and tuple(wanted) != TARGETS):
         raise UsageError(
-            f"LoRAConfig: target_mods {idle} match none of the {len(names)} linear layers of the model; "
-            f"{_near(idle, names)}"
+            f"LoRAConfig: target_mods {idle} match none of the {len(everywhere)} linear layers of the model; "
+            f"{_near(idle, everywhere)}"
         )
     return [name for name in names if any(part in name for part in wanted)]
 
@@ -127,20 +145,40 @@ def _targets(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
 def init_lora(model: nn.Module) -> None:
     """Freeze a model, let the weights of its LoRA layers rest as their configs say, and add adapters, which train."""
     layers = [module for module in model.modules() if isinstance(module, LoRAOptimizedLinear)]
-    if not layers:
+    samples = _ranks_of_stage(model, layers)
+    if not layers and samples is None:
         raise UsageError(
             "init_lora: the model has no LoRAOptimizedLinear; build it inside deepspeed.linear.Init(lora_config=...), "
             "or of deepspeed.linear.OptimizedLinear"
         )
-    fresh = [layer for layer in layers if not layer.initialized]
-    if fresh:
+    if not layers or any(not layer.initialized for layer in layers):
         model.requires_grad_(False)
     for layer in layers:
-        layer.init_lora()
+        layer.init_lora(samples)
         if layer.initialized:
             layer.lora_weight_1.requires_grad_(True)
             layer.lora_weight_2.requires_grad_(True)
     place_weights(model)
+
+
+def _ranks_of_stage(model: nn.Module, layers: Sequence[LoRAOptimizedLinear]) -> AxisGroup | None:
+    """Of a stage of a pipeline: the ranks that have it, too; None for a whole model."""
+    if not _is_stage(model):
+        return None
+    staged: Any = model
+    samples = current_layout.keep(layout_from_mpu(staged.mpu())).samples
+    _make_groups(samples, {layer.lora_config.base_weight_sharding for layer in layers})
+    return samples
+
+
+def _make_groups(samples: AxisGroup, sizes: Collection[int]) -> None:
+    """Make the groups of ranks that share weights; all ranks call it, those of a stage without adapters, too."""
+    told: list[list[int]] = [[] for _ in range(comm.get_world_size())]
+    comm.all_gather_object(told, sorted(sizes))
+    for size in sorted(set(chain(*told)) - {1}):
+        if samples.size % size == 0:
+            for axis in samples.split(size=size):
+                _ = axis.group
 
 
 def place_weights(model: nn.Module) -> None:
@@ -158,33 +196,32 @@ def place_weights(model: nn.Module) -> None:
 
 def settle(model: nn.Module, dtype: torch.dtype, layout: ParallelLayout) -> None:
     """Before an engine takes the model: frozen weights that are no parameters get their tier and the dtype."""
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, (CodedWeight, LoRAOptimizedLinear))}
-    tensor_ranks, alike = layout.tensor.size, layout.samples.ranks
-    if layers and tensor_ranks > 1:
-        raise DeepSpeedConfigError(
-            f"tensor_parallel.autotp_size: {len(layers)} layers of the model, {next(iter(layers))!r} the first, have "
-            f"frozen weights of deepspeed.linear, which are not split over {tensor_ranks} ranks. Set it to 1; "
-            "LoRAConfig.base_weight_sharding spreads frozen weights",
-            path="tensor_parallel.autotp_size",
-        )
-    waiting = [n for n, m in layers.items() if isinstance(m, LoRAOptimizedLinear) and not (m.initialized or m.disabled)]
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, LoRAOptimizedLinear)}
+    samples = layout.samples
+    waiting = [n for n, m in layers.items() if not (m.initialized or m.disabled)]
     if waiting:
         raise UsageError(
             f"{len(waiting)} LoRA layers, {waiting[0]!r} the first, have no adapters yet: delay_lora_init is set. Call "
             "deepspeed.linear.init_lora(model) before deepspeed.initialize"
         )
     for name, layer in layers.items():
-        axis = layer.axis if isinstance(layer, LoRAOptimizedLinear) else None
-        if axis is not None and not set(axis.ranks) <= set(alike):
+        axis, layer.samples = layer.axis, samples
+        if axis is not None and not set(axis.ranks) <= set(layout.stage.ranks):
             raise UsageError(
                 f"LoRAConfig: base_weight_sharding is {axis.size}, so that the ranks {list(axis.ranks)} share the "
-                f"frozen weight of {name!r}, and {sorted(set(axis.ranks) & set(alike))} of these alone have this part "
-                "of the model. Use base_weight_sharding 1 in a pipeline"
+                f"frozen weight of {name!r}, of which {sorted(set(axis.ranks) & set(layout.stage.ranks))} alone have "
+                "this part of the model. Build a PipelineModule inside linear.Init, or use base_weight_sharding 1"
             )
+        if axis is not None and samples.size % axis.size:
+            raise UsageError(
+                f"LoRAConfig: base_weight_sharding is {axis.size}, which does not divide the {samples.size} ranks that "
+                f"have the same part of {name!r}, since {layout.tensor.size} ranks split it; use a divisor"
+            )
+    if layout.tensor.size > 1 and layout.pipeline.size > 1:
+        _make_groups(samples, {layer.axis.size for layer in layers.values() if layer.axis is not None})
     place_weights(model)
     for layer in layers.values():
-        if isinstance(layer, LoRAOptimizedLinear):
-            layer.hold_in(dtype)
+        layer.hold_in(dtype)
 
 
 def quantise_named(model: nn.Module, section: WeightQuantizationConfig) -> None:

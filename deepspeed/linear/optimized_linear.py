@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,19 +21,21 @@ from torch.nn import functional
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
+from deepspeed.fragments import DimSplit
 from deepspeed.linear.config import LinearQuantization, LoRAConfig
 from deepspeed.linear.quantization import (
     CodedLinear,
+    FrozenWeight,
     QuantizedParameter,
     WeightCodes,
     frozen_product,
-    take_codes,
+    opened,
 )
 from deepspeed.memory.host import host_empty
 from deepspeed.memory.tier import Tier
 from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.mpu import current_layout
-from deepspeed.transformers.replacement import whole_shape
+from deepspeed.parallel.regions import RankGroup
 
 __all__ = ["LoRAOptimizedLinear", "OptimizedLinear"]
 
@@ -62,10 +65,10 @@ class OptimizedLinear(nn.Module):
         return linear_cls(input_dim, output_dim, bias=bias, device=device, dtype=dtype)
 
 
-class LoRAOptimizedLinear(nn.Module):
+class LoRAOptimizedLinear(FrozenWeight):
     """`y = W x + b + (alpha / r) B A x`, of which only `A` and `B` are trained."""
 
-    weight: nn.Parameter | None
+    weight: Any
     bias: nn.Parameter | None
     lora_weight_1: nn.Linear
     lora_weight_2: nn.Linear
@@ -115,7 +118,9 @@ class LoRAOptimizedLinear(nn.Module):
         self.lora_scaling_factor = lora.lora_alpha / lora.lora_r
         self.initialized = self.disabled = False
         self.tier = Tier.DEVICE
-        self.codes: WeightCodes | None = None
+        self.samples: AxisGroup | None = None
+        """Ranks that have this layer and its part of the weight, once an engine knows them."""
+        self.codes = None
         self.axis: AxisGroup | None = None
         self.part: Tensor | None = None
         """What this rank holds of a weight that is no parameter: [Note: shared weights]."""
@@ -128,26 +133,19 @@ class LoRAOptimizedLinear(nn.Module):
             raise UsageError("LoRAOptimizedLinear.disable: the layer has adapters; call it before init_lora")
         self.disabled = True
 
-    def init_lora(self) -> None:
-        """Let the weight rest as the configs say, and add adapters; nothing happens a second time."""
+    def init_lora(self, samples: AxisGroup | None = None) -> None:
+        """Let the weight rest as the configs say, and add adapters; nothing happens a second time.
+
+        `samples`: the ranks that have this layer, where they are others than those of the current layout.
+        """
         if self.disabled or self.initialized:
             return
         weight, config = self.weight, self.lora_config
-        assert weight is not None, "it leaves below"
-        self._require_whole(weight)
-        axis: AxisGroup | None = None
-        replicas: AxisGroup | None = None
-        if config.base_weight_sharding > 1:
-            replicas, axis = _sharing(config.base_weight_sharding, weight.numel())
-        rows = 1 if axis is None else axis.size
-        if self.quantization_config is not None:
-            self.codes = WeightCodes(self.quantization_config.codec, weight.shape, rows)
-            self.codes.require_groups("LoRAOptimizedLinear")
+        self._require_values(weight)
         self.dtype, device = weight.dtype, weight.device
-        if axis is not None or config.offload:
-            self._hold(weight.detach(), axis, replicas)
-        elif self.codes is not None:
-            QuantizedParameter.adopt(weight, self.codes, self.quantization_config)
+        if config.base_weight_sharding > 1 or config.offload or self.quantization_config is not None:
+            with opened(weight):
+                self._rest(weight, samples)
         for name, sizes in (
             ("lora_weight_1", (self.input_dim, config.lora_r)),
             ("lora_weight_2", (config.lora_r, self.output_dim)),
@@ -157,17 +155,27 @@ class LoRAOptimizedLinear(nn.Module):
         nn.init.zeros_(self.lora_weight_2.weight)
         self.initialized = True
 
+    def _rest(self, weight: Any, samples: AxisGroup | None) -> None:
+        """As the configs say, of a weight that is whole."""
+        axis: AxisGroup | None = None
+        replicas, size = samples, self.lora_config.base_weight_sharding
+        if size > 1:
+            replicas, axis = _sharing(size, weight.numel(), samples)
+        if self.quantization_config is not None:
+            self.codes = WeightCodes(self.quantization_config.codec, weight.shape, 1 if axis is None else axis.size)
+            self.codes.require_groups("LoRAOptimizedLinear")
+        if axis is not None or self.lora_config.offload:
+            self._hold(weight.detach(), axis, replicas)
+            weight.data = weight.data.new_empty(0)
+        elif self.codes is not None:
+            QuantizedParameter.adopt(weight, self.codes, self.quantization_config)
+
     @staticmethod
-    def _require_whole(weight: Tensor) -> None:
+    def _require_values(weight: Tensor) -> None:
         if weight.is_meta:
             raise UsageError(
                 f"LoRAOptimizedLinear: the weight {tuple(weight.shape)} is on the meta device and has no values; set "
                 "delay_lora_init, load the weights, and call deepspeed.linear.init_lora(model)"
-            )
-        if weight.shape != torch.Size(whole_shape(weight)):
-            raise UsageError(
-                f"LoRAOptimizedLinear: the weight {whole_shape(weight)} is sharded by zero.Init; build the model "
-                "outside of it. base_weight_sharding spreads frozen weights, and deepspeed.initialize cuts the others"
             )
 
     @torch.no_grad()
@@ -186,6 +194,51 @@ class LoRAOptimizedLinear(nn.Module):
         if type(self) is LoRAOptimizedLinear:
             made.__class__ = _LoRAOverHeldWeight
         self.fingerprint = _fingerprint(part, axis, self.codes)
+
+    # ---- tensor parallelism
+
+    def weight_cut(self, split: DimSplit, axis: RankGroup) -> DimSplit | None:
+        """See `OwnProduct`; a part that is no parameter is shared anew, by the ranks that `settle` found."""
+        held, codes, shape = self.part, self.codes, torch.Size((self.output_dim, self.input_dim))
+        whole = None if held is None else self._all_of(held.to(get_accelerator().current_device_name()))
+        if codes is not None and whole is not None:
+            self.codes, whole = codes.in_rows(whole, 1)
+        told = super().weight_cut(split, axis)
+        self.output_dim, self.input_dim = split.shape(shape, axis.rank)
+        if whole is None or told is None:
+            return told
+        part = told.cut(whole if codes is not None else whole.view(shape), axis.rank).reshape(-1)
+        size, self.axis = self.lora_config.base_weight_sharding, None
+        if size > 1:
+            _, self.axis = _sharing(size, self.output_dim * self.input_dim, self.samples)
+            if self.codes is not None:
+                self.codes, part = self.codes.in_rows(part, size)
+            part = part.view(size, -1)[self.axis.rank]
+        self.part = part.clone()
+        self.rest_in(self.tier)
+        return None
+
+    def adapters(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+        """See `OwnProduct`."""
+        if not self.initialized:
+            return {}, {}
+        return {"lora_weight_1": self.lora_weight_1}, {"lora_weight_2": self.lora_weight_2}
+
+    def base_product(self, inputs: Tensor, *, with_bias: bool) -> Tensor:
+        """See `OwnProduct`."""
+        bias = self.bias if with_bias else None
+        if not self.initialized:
+            return functional.linear(inputs, self.held, bias)
+        return frozen_product(inputs, self.held, self._whole, bias)
+
+    def adapted(self, inputs: Tensor, output: Tensor) -> Tensor:
+        """See `OwnProduct`."""
+        if not self.initialized:
+            return output
+        added: Tensor = self.lora_weight_2(self.lora_weight_1(inputs))
+        return output + self.lora_scaling_factor * added
+
+    # ---- where it rests
 
     @torch.no_grad()
     def rest_in(self, tier: Tier) -> None:
@@ -221,27 +274,28 @@ class LoRAOptimizedLinear(nn.Module):
 
     @torch.no_grad()
     def _whole(self, held: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        mine = held.detach().to(device, non_blocking=True)
-        if self.axis is not None:
-            rows = mine.new_empty(self.axis.size * mine.numel())
-            with comm.labelled("frozen weight of a LoRA layer"):
-                comm.all_gather_into_tensor(rows, mine, group=self.axis.group)
-            mine = rows
+        mine = self._all_of(held.detach().to(device, non_blocking=True))
         if self.codes is not None:
             return self.codes.decode(mine, dtype)
         return mine.view(self.output_dim, self.input_dim).to(dtype)
+
+    def _all_of(self, mine: Tensor) -> Tensor:
+        """What all ranks hold that share the weight."""
+        if self.axis is None:
+            return mine
+        rows = mine.new_empty(self.axis.size * mine.numel())
+        with comm.labelled("frozen weight of a LoRA layer"):
+            comm.all_gather_into_tensor(rows, mine, group=self.axis.group)
+        return rows
 
     # ---- as a module
 
     def forward(self, input_tensor: Tensor) -> Tensor:
         """`input_tensor` [..., input_dim] to [..., output_dim]."""
-        if not self.initialized:
-            return functional.linear(input_tensor, self.held, self.bias)
-        adapted: Tensor = self.lora_weight_2(self.lora_weight_1(input_tensor))
-        return frozen_product(input_tensor, self.held, self._whole, self.bias) + self.lora_scaling_factor * adapted
+        return self.adapted(input_tensor, self.base_product(input_tensor, with_bias=True))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoRAOptimizedLinear:
-        memo[id(self.axis)] = self.axis  # the ranks stay the same
+        memo.update({id(each): each for each in (self.axis, self.samples)})  # the ranks stay the same
         made = memo[id(self)] = type(self).__new__(type(self))
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
@@ -265,23 +319,29 @@ class LoRAOptimizedLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if self.part is None:
-            take_codes(self, self.codes, state_dict, prefix)
+            self.take_codes(state_dict, prefix)
         elif isinstance(value := state_dict.pop(f"{prefix}weight", None), Tensor):
+            whole, value = value, self.own_part(value)
             if value.shape != (self.output_dim, self.input_dim):
                 rest[-1].append(
                     f"{prefix}weight has the shape {tuple(value.shape)} there and {(self.output_dim, self.input_dim)} "
                     "in the model"
                 )
             else:
-                self._replace(value)
+                self._replace(value, whole)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @torch.no_grad()
-    def _replace(self, value: Tensor) -> None:
-        """Take this rank's part of another whole weight."""
+    def _replace(self, value: Tensor, whole: Tensor) -> None:
+        """Take this rank's part of another weight, of which `value` is what this rank computes with."""
         part = value.reshape(-1) if self.axis is None else value.reshape(self.axis.size, -1)[self.axis.rank]
         self.held.copy_(part if self.codes is None else self.codes.encode(part))
-        self.fingerprint = _fingerprint(self.held, self.axis, self.codes)
+        if value is whole:
+            self.fingerprint = _fingerprint(self.held, self.axis, self.codes)
+        else:
+            codes = None if self.codes is None else replace(self.codes, shape=whole.shape, rows=1)
+            flat = whole.to(self.dtype).reshape(-1)
+            self.fingerprint = _fingerprint(flat if codes is None else codes.encode(flat), None, codes)
 
 
 class _LoRAOverHeldWeight(LoRAOptimizedLinear):
@@ -320,14 +380,14 @@ def _fingerprint(part: Tensor, axis: AxisGroup | None, codes: WeightCodes | None
     return int(total)
 
 
-def _sharing(size: int, numel: int) -> tuple[AxisGroup, AxisGroup]:
+def _sharing(size: int, numel: int, samples: AxisGroup | None) -> tuple[AxisGroup, AxisGroup]:
     """(ranks that hold the same part, ranks that share a weight)."""
     if not comm.is_initialized():
         raise UsageError(
             f"LoRAConfig: base_weight_sharding is {size}, but this process is alone; call deepspeed.init_distributed() "
             "before the model is built"
         )
-    samples = current_layout.get().samples
+    samples = samples or current_layout.get().samples
     if samples.size % size:
         raise UsageError(
             f"LoRAConfig: base_weight_sharding is {size}, which does not divide the {samples.size} ranks that share "

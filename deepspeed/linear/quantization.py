@@ -6,8 +6,10 @@ keeps are the codes; the weight is decoded, and gathered where ranks share it, o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.codec import Codec
+from deepspeed.comm.codec import BlockCodec, RangeCodec
 from deepspeed.errors import UsageError
+from deepspeed.fragments import DimSplit
 from deepspeed.linear.config import LinearQuantization
-from deepspeed.transformers.replacement import whole_shape
+from deepspeed.parallel.regions import OwnProduct, RankGroup
 
 __all__ = ["QuantizedLinear", "QuantizedParameter"]
 
@@ -27,7 +30,7 @@ __all__ = ["QuantizedLinear", "QuantizedParameter"]
 class WeightCodes:
     """How a weight becomes codes: so many rows of bytes, one for each rank that holds a part of it."""
 
-    codec: Codec
+    codec: BlockCodec | RangeCodec
     shape: torch.Size
     rows: int = 1
     transposed: bool = False
@@ -35,7 +38,7 @@ class WeightCodes:
 
     def require_groups(self, name: str) -> None:
         """Refuse groups that do not divide what a rank holds."""
-        numel, group = self.shape.numel() // self.rows, getattr(self.codec, "block", 1)
+        numel, group = self.shape.numel() // self.rows, self.codec.block
         if numel % group:
             held = f" / {self.rows} ranks" if self.rows > 1 else ""
             raise UsageError(
@@ -58,6 +61,88 @@ class WeightCodes:
         out = torch.empty(self.rows, self.shape.numel() // self.rows, dtype=dtype, device=codes.device)
         whole = self.codec.decode(codes.view(self.rows, -1), out)
         return whole.view(self.shape[::-1]).t() if self.transposed else whole.view(self.shape)
+
+    def in_rows(self, codes: Tensor, rows: int) -> tuple[WeightCodes, Tensor]:
+        """The same codes, of so many ranks."""
+        made = replace(self, rows=rows)
+        made.require_groups("LoRAConfig.base_weight_sharding")
+        before, after = self.shape.numel() // self.rows, self.shape.numel() // rows
+        found = codes.new_zeros(rows, self.codec.nbytes(after))
+        for (old, size), (new, _) in zip(self.codec.sections(before), self.codec.sections(after), strict=True):
+            nbytes = size * (before // self.codec.block)
+            section = codes.view(self.rows, -1)[:, old : old + nbytes].reshape(rows, -1)
+            found[:, new : new + section.shape[1]] = section
+        return made, found.view(-1)
+
+    def cut(self, split: DimSplit, rank: int) -> tuple[WeightCodes, DimSplit]:
+        """The codes of a rank's part of the weight, and how the bytes of all are cut: groups stay as they are."""
+        height, width = self.shape[::-1] if self.transposed else self.shape
+        by_rows = split.dim == (1 if self.transposed else 0)
+        group, starts = self.codec.block, [0] if by_rows else range(0, height * width, width)
+        factor = width if by_rows else 1
+        sections = self.codec.sections(height * width)
+        ranks = []
+        for held in split.parts:
+            runs = [(at + start * factor, at + stop * factor) for at in starts for start, stop in held]
+            self._require_cut(split, runs)
+            runs = [(start // group, stop // group) for start, stop in runs]
+            ranks.append(tuple((at + a * size, at + b * size) for at, size in sections for a, b in runs))
+        shape = torch.Size(split.shape(self.shape, rank))
+        return replace(self, shape=shape), DimSplit(0, tuple(ranks))
+
+    def _require_cut(self, split: DimSplit, runs: Sequence[tuple[int, int]]) -> None:
+        """Refuse a cut through groups, and one whose codes would begin at other bytes."""
+        group, numel = self.codec.block, sum(stop - start for start, stop in runs)
+        fits = math.gcd(*(end for run in runs for end in run))
+        padded = self.codec.nbytes(numel) != sum(size for _, size in self.codec.sections(numel)) * (numel // group)
+        if fits % group or padded:
+            found = "cuts through groups" if fits % group else f"makes {numel // group} groups, no multiple of 4"
+            largest = min(fits & -fits, numel & -numel if fits % group else numel // 4 & -(numel // 4))
+            raise UsageError(
+                f"tensor_parallel: a frozen weight {tuple(self.shape)} of codes with group_size {group} is to be split "
+                f"over {split.ranks} ranks along dim {split.dim}, which {found}. Use a group_size that divides "
+                f"{largest}"
+            )
+
+
+def opened(weight: Any) -> AbstractContextManager[None]:
+    """Inside, a weight that `zero.Init` sharded is whole; what it has become is sharded as it was."""
+    found: AbstractContextManager[None] = weight.opened() if hasattr(weight, "opened") else nullcontext()
+    return found
+
+
+class FrozenWeight(OwnProduct):
+    """A layer over a frozen weight that may rest as codes, and of which this rank may have a part alone."""
+
+    codes: WeightCodes | None = None
+    cut: tuple[DimSplit, int] | None = None
+    """How the whole weight is cut over tensor-parallel ranks, and the part that is here."""
+
+    def weight_cut(self, split: DimSplit, axis: RankGroup) -> DimSplit | None:
+        """See `OwnProduct`."""
+        self.cut = split, axis.rank
+        if self.codes is None:
+            return split
+        self.codes, of_bytes = self.codes.cut(split, axis.rank)
+        weight = self._parameters.get("weight")
+        if isinstance(weight, QuantizedParameter):
+            weight.codes = self.codes
+        return of_bytes
+
+    def own_part(self, value: Tensor) -> Tensor:
+        """Of a whole weight, where only a part of it is here."""
+        if self.cut is None or value.dim() != 2 or value.shape[self.cut[0].dim] != self.cut[0].total:
+            return value
+        return self.cut[0].cut(value, self.cut[1])
+
+    def take_codes(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Let a state dict have codes where it has the floats of a whole weight."""
+        value, codes = state_dict.get(f"{prefix}weight"), self.codes
+        if codes is None or not isinstance(value, Tensor) or not value.is_floating_point():
+            return
+        part = self.own_part(value)
+        if part.shape == codes.shape:
+            state_dict[f"{prefix}weight"] = codes.encode(part)
 
 
 class QuantizedParameter(nn.Parameter):
@@ -164,35 +249,30 @@ def frozen_product(x: Tensor, held: Tensor, whole: Whole, bias: Tensor | None) -
     return product if bias is None else product + bias.to(product.dtype)
 
 
-def take_codes(module: nn.Module, codes: WeightCodes | None, state_dict: dict[str, Any], prefix: str) -> None:
-    """Let a state dict have codes where it has the floats of a whole weight."""
-    value = state_dict.get(f"{prefix}weight")
-    if codes is not None and isinstance(value, Tensor) and value.is_floating_point() and value.shape == codes.shape:
-        state_dict[f"{prefix}weight"] = codes.encode(value)
-
-
-class CodedWeight(nn.Module):
+class CodedWeight(FrozenWeight):
     """A layer whose frozen weight is a parameter of codes, by the class that is put before the layer's own."""
 
     weight: Tensor
     codes: WeightCodes
     widened: torch.dtype
 
-    def rest(self, codec: Codec, config: LinearQuantization | None = None, *, transposed: bool = False) -> None:
-        """Let the weight, which the layer has whole, become codes."""
-        weight = self.weight
-        if weight.numel() != torch.Size(whole_shape(weight)).numel():
-            raise UsageError(
-                f"{type(self).__name__}: the weight {whole_shape(weight)} is sharded; build the model outside of "
-                "zero.Init, or ask zero.Init for weight_quantization.quantized_initialization"
-            )
-        self.codes, self.widened = WeightCodes(codec, weight.shape, transposed=transposed), weight.dtype
-        self.codes.require_groups(type(self).__name__)
-        QuantizedParameter.adopt(weight, self.codes, config)
+    def rest(
+        self, codec: BlockCodec | RangeCodec, config: LinearQuantization | None = None, *, transposed: bool = False
+    ) -> None:
+        """Let the weight become codes."""
+        with opened(self.weight):
+            weight = self.weight
+            self.codes, self.widened = WeightCodes(codec, weight.shape, transposed=transposed), weight.dtype
+            self.codes.require_groups(type(self).__name__)
+            QuantizedParameter.adopt(weight, self.codes, config)
 
     def full_weight(self) -> Tensor:
         """The weight in the layer's dtype."""
         return self._whole(self.weight, self.widened, self.weight.device)
+
+    def base_product(self, inputs: Tensor, *, with_bias: bool) -> Tensor:
+        """See `OwnProduct`."""
+        return frozen_product(inputs, self.weight, self._whole, self._parameters.get("bias") if with_bias else None)
 
     def _whole(self, held: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.codes.decode(held.detach().to(device), dtype)
@@ -203,7 +283,7 @@ class CodedWeight(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        take_codes(self, self.codes, state_dict, prefix)
+        self.take_codes(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -223,7 +303,7 @@ class CodedLinear(CodedWeight, nn.Linear):
         self.rest(config.codec, config)
 
     def forward(self, input: Tensor) -> Tensor:
-        return frozen_product(input, self.weight, self._whole, self.bias)
+        return self.base_product(input, with_bias=True)
 
 
 QuantizedLinear = CodedLinear
@@ -239,10 +319,14 @@ class CodedEmbedding(CodedWeight, nn.Embedding):
 
 
 def coded(
-    layer: nn.Module, codec: Codec, config: LinearQuantization | None = None, *, transposed: bool = False
+    layer: nn.Module,
+    codec: BlockCodec | RangeCodec,
+    config: LinearQuantization | None = None,
+    *,
+    transposed: bool = False,
 ) -> None:
     """Let a plain linear layer or embedding rest as codes; it stays the object that it is."""
-    kind = {nn.Linear: CodedLinear, nn.Embedding: CodedEmbedding}[type(layer)]
+    kind: Any = {nn.Linear: CodedLinear, nn.Embedding: CodedEmbedding}[type(layer)]
     layer.__class__ = kind
     assert isinstance(layer, CodedWeight), "both kinds are"
     layer.rest(codec, config, transposed=transposed)

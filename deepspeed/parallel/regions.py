@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -90,6 +91,13 @@ def joined(part: Tensor, axis: RankGroup, sizes: Sequence[int], dim: int) -> Ten
     comm.all_gather_into_tensor(flat, given, group=axis.group)
     parts = flat.view(len(sizes), *given.shape)
     return torch.cat([parts[rank].narrow(dim, 0, size) for rank, size in enumerate(sizes)], dim=dim)
+
+
+def whole_of(part: Tensor, split: DimSplit, axis: RankGroup) -> Tensor:
+    """The whole tensor, on every rank; all of them call this."""
+    sizes = [split.size(rank) for rank in range(axis.size)]
+    side_by_side = joined(part.detach(), axis, sizes, split.dim)
+    return split.join(side_by_side.split(sizes, split.dim))
 
 
 def summed_part(whole: Tensor, axis: RankGroup, sizes: Sequence[int], dim: int) -> Tensor:
@@ -221,6 +229,26 @@ class ParameterCut:
 
     def __deepcopy__(self, _: Any) -> ParameterCut:
         return self  # groups of processes are not copied
+
+
+class OwnProduct(nn.Module, ABC):
+    """A layer over a weight in a form of its own, which may have adapters: ranks that share it ask it for products."""
+
+    @abstractmethod
+    def weight_cut(self, split: DimSplit, axis: RankGroup) -> DimSplit | None:
+        """Take a rank's part of the weight from now on; returns how its parameter is cut then, None if it has none."""
+
+    @abstractmethod
+    def base_product(self, inputs: Tensor, *, with_bias: bool) -> Tensor:
+        """The product without adapters."""
+
+    def adapted(self, inputs: Tensor, output: Tensor) -> Tensor:
+        """The output with what adapters add, which read the inputs as they come from outside."""
+        return output
+
+    def adapters(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+        """The adapters' layers that read its input, and those that write its output, by their names in it."""
+        return {}, {}
 
 
 def cut_of(module: nn.Module) -> ParameterCut | None:

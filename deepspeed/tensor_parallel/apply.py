@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.fragments import DimSplit, even
-from deepspeed.parallel.regions import RankGroup, cut_of, enter, joined, summed
+from deepspeed.parallel.regions import OwnProduct, RankGroup, cut_of, enter, summed, whole_of
 from deepspeed.tensor_parallel.attention import set_local_heads
 from deepspeed.tensor_parallel.layer_splits import LayerSplit, SplitRegion
 from deepspeed.tensor_parallel.layers import (
@@ -51,8 +51,8 @@ def apply(plan: SplitPlan, axis: RankGroup, opened: Opened, *, overlap: bool = F
             change.module.register_forward_hook(_IntoHeads(axis, change.sizes[0]))
             continue
         with opened(change.module.parameters(recurse=False)):
-            _cut(change, axis, cut)
-        _convert(change, axis, entrance, gate)
+            splits = _cut(change, axis, cut)
+        _convert(change, splits, axis, entrance, gate)
     for attention in plan.attention:
         set_local_heads(attention, plan.ranks, axis.rank)
     for region in plan.incomplete:
@@ -145,29 +145,41 @@ class _SumOfCopies(Uncopied):
         return self.split.cut(whole, self.axis.rank)
 
 
-def _cut(change: LayerSplit, axis: RankGroup, done: set[int]) -> None:
-    for name, split in change.splits.items():
-        param = change.module._parameters[name]
+def _cut(change: LayerSplit, axis: RankGroup, done: set[int]) -> dict[str, DimSplit]:
+    """Returns how the layer's parameters are cut: one that holds something else than the weight, in another way."""
+    module, splits = change.module, dict(change.splits)
+    if isinstance(module, OwnProduct) and "weight" in splits:
+        held = module.weight_cut(splits.pop("weight"), axis)
+        splits |= {} if held is None else {"weight": held}
+    for name, split in splits.items():
+        param = module._parameters[name]
         assert param is not None, "the plan names parameters that are there"
         if id(param) not in done:
             done.add(id(param))
             part = split.cut(param.detach(), axis.rank)
             param.data = part.clone() if part.data_ptr() == param.data_ptr() else part
             param.tensor_model_parallel = True  # type: ignore[attr-defined]  # as Megatron marks them
-            if split.shared:
+            if split.shared and param.is_floating_point():
                 _hook(param, _SumOfCopies(axis, split))
     if change.rows is not None:
-        for param in change.module.parameters(recurse=False):
-            if id(param) not in done:
+        for param in module.parameters(recurse=False):
+            if id(param) not in done and param.is_floating_point():
                 done.add(id(param))
                 sum_gradient(param, axis)
+    return splits
 
 
-def _convert(change: LayerSplit, axis: RankGroup, entrance: SharedInput, gate: OverlappedInput | None) -> None:
+def _convert(
+    change: LayerSplit,
+    splits: dict[str, DimSplit],
+    axis: RankGroup,
+    entrance: SharedInput,
+    gate: OverlappedInput | None,
+) -> None:
     module, rank = change.module, axis.rank
     share = ShardInfo(
         axis,
-        dict(change.splits),
+        splits,
         change.sizes,
         entrance,
         transposed=change.transposed,
@@ -190,17 +202,11 @@ def _set_sizes(module: nn.Module, change: LayerSplit, rank: int) -> None:
     """A layer's own attributes say what lies here."""
     if change.kind is SplitKind.VOCABULARY:
         start, stop = change.splits["weight"].parts[rank][0]
-        module.num_embeddings = stop - start  # type: ignore[assignment]
+        made: Any = module
+        made.first, made.num_embeddings = start, stop - start
     elif change.sizes:
-        outputs, inputs = ("out_features", "in_features") if isinstance(module, nn.Linear) else ("nf", "nx")
+        outputs, inputs = ("out_features", "in_features") if hasattr(module, "out_features") else ("nf", "nx")
         setattr(module, outputs if change.kind is SplitKind.COLUMN else inputs, change.sizes[rank])
-
-
-def whole_of(part: Tensor, split: DimSplit, axis: RankGroup) -> Tensor:
-    """The whole tensor, on every rank; all of them call this."""
-    sizes = [split.size(rank) for rank in range(axis.size)]
-    side_by_side = joined(part.detach(), axis, sizes, split.dim)
-    return split.join(side_by_side.split(sizes, split.dim))
 
 
 def whole_parameters(module: nn.Module) -> dict[int, Tensor]:

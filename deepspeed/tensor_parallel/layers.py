@@ -26,7 +26,18 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed import comm
 from deepspeed.errors import UsageError
-from deepspeed.parallel.regions import ParameterCut, RankGroup, Way, between, enter, joined, leave, own, summed_part
+from deepspeed.parallel.regions import (
+    OwnProduct,
+    ParameterCut,
+    RankGroup,
+    Way,
+    between,
+    enter,
+    joined,
+    leave,
+    own,
+    summed_part,
+)
 
 
 class _Flight:
@@ -302,6 +313,9 @@ class _Shared(nn.Module):
         return f"{own}{', ' if own else ''}rank {axis.rank} of {axis.size}"
 
     def product(self, inputs: Tensor, *, with_bias: bool) -> Tensor:
+        if isinstance(self, OwnProduct):
+            output = self.base_product(inputs, with_bias=with_bias)
+            return output if self.share.rows is None else _rows(output, self.share.rows, -1)
         weight, bias = self.weight, self.bias if with_bias else None
         if self.share.transposed:
             weight = weight.t()
@@ -316,7 +330,8 @@ class ColumnParallel(_Shared):
 
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
-        if share.gate is not None and share.rows is None and not share.transposed and torch.is_grad_enabled():
+        plain = share.rows is None and not share.transposed and not isinstance(self, OwnProduct)
+        if share.gate is not None and plain and torch.is_grad_enabled():
             output = share.gate.linear(input, self.weight, self.bias)
         else:
             inputs = input if share.sequence is not None else share.entrance(input)
@@ -325,7 +340,7 @@ class ColumnParallel(_Shared):
             output = between(output, share.axis, share.sizes, -1, (joined, own))
         if share.gather_output:
             share.forget()
-        return output
+        return self.adapted(input, output) if isinstance(self, OwnProduct) else output
 
 
 class RowParallel(_Shared):
@@ -335,12 +350,14 @@ class RowParallel(_Shared):
         share = self.share
         share.forget()
         inputs = between(input, share.axis, share.sizes, -1, (own, joined)) if share.split_input else input
-        if share.gate is not None and not share.transposed and torch.is_grad_enabled():
+        plain = not share.transposed and not isinstance(self, OwnProduct)
+        if share.gate is not None and plain and torch.is_grad_enabled():
             output = overlapped_sum(inputs, self.weight, share.axis)
             return output if self.bias is None else output + self.bias
         output = self.product(inputs, with_bias=False)
         output = leave(output, share.axis, fresh=True) if share.sequence is None else share.sequence.leave(output)
-        return output if self.bias is None else output + self.bias
+        output = output if self.bias is None else output + self.bias
+        return self.adapted(input, output) if isinstance(self, OwnProduct) else output
 
 
 class VocabularyParallel(_Shared):
@@ -350,10 +367,13 @@ class VocabularyParallel(_Shared):
     """
 
     padding_idx: int | None
+    num_embeddings: int
+    first: int
+    """The first token that lies here."""
 
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
-        start, stop = share.splits["weight"].parts[share.axis.rank][0]
+        start, stop = self.first, self.first + self.num_embeddings
         foreign = (input < start) | (input >= stop)
         padding = self.padding_idx
         self.padding_idx = padding - start if padding is not None and start <= padding < stop else None
@@ -380,9 +400,9 @@ def share_of(module: nn.Module) -> ShardInfo | None:
     return share if isinstance(share, ShardInfo) else None
 
 
-def _rows(tensor: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
-    parts = [tensor[start:stop] for start, stop in rows]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _rows(tensor: Tensor, rows: tuple[tuple[int, int], ...], dim: int = 0) -> Tensor:
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _is_activation(value: Any) -> bool:

@@ -14,6 +14,7 @@ from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.errors import UsageError
 from deepspeed.fragments import DimSplit, even, side_by_side
 from deepspeed.log import log_dist
+from deepspeed.parallel.regions import OwnProduct
 from deepspeed.tensor_parallel.attention import Attention, find_attention
 from deepspeed.tensor_parallel.layer_splits import (
     LayerSplit,
@@ -277,7 +278,8 @@ class Planner:
                 f"tensor_parallel: {path} is a {type(module).__name__}; only Linear and Embedding are split by "
                 "vocabulary. Set tensor_parallel.vocab_parallel_lm_head to false"
             )
-        cuts = [even(whole_shape(weight)[0], self.ranks)]
+        rows = module.out_features if isinstance(module, nn.Linear) else module.num_embeddings
+        cuts = [even(rows, self.ranks)]
         if isinstance(module, nn.Embedding):
             _check_plain_embedding(path, module)
             return LayerSplit(path, module, SplitKind.VOCABULARY, rule, {"weight": DimSplit.of(0, cuts)})
@@ -337,8 +339,11 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
             inside = (*inside, f"{path}.")
             if share_of(_base(module)) is None:
                 yield path, plain_path(path), module
-        elif (is_experts(module) or _has_weight(module)) and share_of(module) is None:
-            yield path, plain_path(path), module
+        elif isinstance(module, OwnProduct) or is_experts(module) or _has_weight(module):
+            if isinstance(module, OwnProduct):
+                inside = (*inside, f"{path}.")
+            if share_of(module) is None:
+                yield path, plain_path(path), module
 
 
 def _has_weight(module: nn.Module) -> bool:
@@ -357,7 +362,9 @@ def _adapters(
     """(the layer itself, the adapters' layers that read its input, those that write its output)."""
     base = _base(module)
     if base is module:
-        return (path, module), [], []
+        of_ends = module.adapters() if isinstance(module, OwnProduct) else ({}, {})
+        reads, writes = ([(f"{path}.{name}", layer) for name, layer in each.items()] for each in of_ends)
+        return (path, module), reads, writes
     if len(getattr(module, "lora_magnitude_vector", ())):
         raise UsageError(
             f"tensor_parallel: {path} has an adapter that needs norms over its whole weight (DoRA) and cannot be "
@@ -371,8 +378,9 @@ def _adapters(
 def _sizes(path: str, module: nn.Module) -> tuple[int, int, bool]:
     """(outputs, inputs, weight is [in, out])."""
     own_forward = type(module).forward is not nn.Linear.forward
-    if isinstance(module, nn.Linear) and (not own_forward or type(module).__name__ == "FalconLinear"):
-        return module.out_features, module.in_features, False
+    plain = isinstance(module, nn.Linear) and (not own_forward or type(module).__name__ == "FalconLinear")
+    if plain or (isinstance(module, OwnProduct) and hasattr(module, "in_features")):
+        return int(module.out_features), int(module.in_features), False  # type: ignore[arg-type]
     if type(module).__name__ == "Conv1D" and _has_weight(module) and len(whole_shape(module.weight)) == 2:
         inputs, outputs = whole_shape(module.weight)
         return outputs, inputs, True

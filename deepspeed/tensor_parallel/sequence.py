@@ -93,7 +93,7 @@ def _parts(model: nn.Module, plan: SplitPlan) -> dict[str, list[LayerSplit]]:
             continue
         parent = change.path.rpartition(".")[0]
         if change.kind in (SplitKind.COLUMN, SplitKind.ROW) and not (
-            "lora_" in parent or change.path.endswith("base_layer")
+            "lora_" in change.path or change.path.endswith("base_layer")
         ):
             found.setdefault(parent, []).append(change)
         elif change.kind not in (SplitKind.WHOLE_INSIDE, SplitKind.WHOLE, SplitKind.HEADS):

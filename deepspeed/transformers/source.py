@@ -157,14 +157,20 @@ _ABSENT = object()
 class ParameterConstruction:
     """Enters `around(module)` before a module's outermost `__init__` begins, and leaves it at its end."""
 
-    def __init__(self, around: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, around: Callable[[nn.Module], AbstractContextManager[None]], *, beside_others: bool = False
+    ) -> None:
         self._around = around
+        self._beside_others = beside_others
         self._under_way: list[nn.Module] = []
         self._watching = False
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Watch every module that is constructed meanwhile; watchers may be nested, the innermost one is told."""
+        """Watch every module that is constructed meanwhile.
+
+        Watchers may be nested: the innermost one is told, and all that are `beside_others`.
+        """
         with ExitStack() as undo:
             for kind in _subclasses(nn.Module):
                 self._wrap(kind, undo)
@@ -182,31 +188,40 @@ class ParameterConstruction:
             home = next(base for base in kind.__mro__ if "__init__" in base.__dict__)
             found = None if issubclass(home, nn.Module) else vars(home)["__init__"]
         if isinstance(found, FunctionType):
-            wrapped = self._wrapper(_original(found))
+            wrapped = self._wrapper(found)
             type.__setattr__(kind, "__init__", wrapped)
             undo.callback(_put_back, kind, "__init__", wrapped, before)
 
-    def _wrapper(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _wrapper(self, found: FunctionType) -> Callable[..., None]:
+        original = _original(found)
+        outer = (w for w in getattr(found, _MARK, ()) if w._beside_others or self._beside_others)
+        watchers: tuple[ParameterConstruction, ...] = (self, *outer)
+
         @functools.wraps(original)
         def __init__(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            if not self._watching or not self._is_outermost(module):
+            with ExitStack() as stack:
+                for each in watchers:
+                    if each._watching and each._is_outermost(module):
+                        stack.enter_context(each._tell(module))
                 original(module, *args, **kwargs)
-                return
-            self._under_way.append(module)
-            try:
-                with self._around(module):
-                    original(module, *args, **kwargs)
-            finally:
-                self._under_way.pop()
 
-        setattr(__init__, _MARK, self)
+        setattr(__init__, _MARK, watchers)
         return __init__
+
+    @contextmanager
+    def _tell(self, module: nn.Module) -> Iterator[None]:
+        self._under_way.append(module)
+        try:
+            with self._around(module):
+                yield
+        finally:
+            self._under_way.pop()
 
     def _is_outermost(self, module: nn.Module) -> bool:
         if any(each is module for each in self._under_way):
             return False
         # An `__init__` that could not be wrapped, and has called this one, is not through yet.
-        return getattr(type(module).__init__, _MARK, None) is self
+        return self in getattr(type(module).__init__, _MARK, ())
 
     def _wrap_later(self, undo: ExitStack) -> None:
         """Wrap classes that are defined while watching."""

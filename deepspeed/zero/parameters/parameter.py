@@ -7,7 +7,8 @@ whole, by `GatheredParameters` for instance, it becomes an ordinary whole parame
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,10 @@ class ZeroParameter(EngineParameter):
             for shard in shards:
                 shard.store()
         fetch.release(shards)
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Inside, it is whole and ordinary, on all ranks together; what it has become is sharded as it was before."""
+        return reopened([self._zero])
 
     def convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
         """Shard further parameters over the same ranks."""
@@ -247,6 +252,21 @@ def shard_parameter(param: nn.Parameter, axis: AxisGroup, name: str = "", remote
     param.__class__ = _noticing(ordinary_class(type(param)), ZeroParameter if shard.alone else SpreadParameter)
     param._zero = shard  # type: ignore[attr-defined]
     return shard
+
+
+@contextmanager
+def reopened(shards: Sequence[Shard], axis: AxisGroup | None = None) -> Iterator[None]:
+    """Inside, parameters are whole and ordinary; afterwards they are sharded again, over `axis` if it is given."""
+    fetch.gather([shard for shard in shards if not shard.whole])
+    for shard in shards:
+        shard.param.__class__ = ordinary_class(type(shard.param))
+        del shard.param._zero  # type: ignore[attr-defined]
+    yield
+    for shard in shards:
+        mine = shard_parameter(shard.param, axis or shard.axis, shard.name, shard.remote)
+        mine.strict, mine.gather, mine.replicas = shard.strict, shard.gather, shard.replicas
+        if mine.numel and not mine.alone:
+            mine.release()
 
 
 def spread_class(param: nn.Parameter) -> None:

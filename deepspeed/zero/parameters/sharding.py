@@ -12,7 +12,7 @@ from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.offloaded import ChunkTier, ChunkTiers
-from deepspeed.zero.parameters.parameter import ordinary_class, shard_parameter, spread_class
+from deepspeed.zero.parameters.parameter import reopened, shard_parameter, spread_class
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
 from deepspeed.zero.placement import ShardAxes
 
@@ -139,13 +139,5 @@ class Reshard:
         """
         shards = [shard for shard in shards_of(params) if id(shard.param) not in self._done]
         self._done.update(id(shard.param) for shard in shards)
-        fetch.gather([shard for shard in shards if not shard.whole])
-        for shard in shards:
-            shard.param.__class__ = ordinary_class(type(shard.param))
-            del shard.param._zero  # type: ignore[attr-defined]
-        yield
-        for shard in shards:
-            mine = shard_parameter(shard.param, axis or self._axis, shard.name, shard.remote)
-            mine.strict, mine.gather, mine.replicas = shard.strict, shard.gather, shard.replicas
-            if mine.numel and not mine.alone:
-                mine.release()
+        with reopened(shards, axis or self._axis):
+            yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.comm.codec import block_codec
-from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.errors import UsageError
 from deepspeed.linear import (
     Init,
     LoRAConfig,
@@ -24,18 +25,33 @@ from deepspeed.linear import (
 )
 from deepspeed.memory.host import HOST_STORAGES
 from deepspeed.pipe import PipelineModule
+from deepspeed.tensor_parallel import whole_parameters
 from deepspeed.zero import GatheredParameters
 from tests.closeness import Training, assert_same_training
 from tests.covering import pairs
 from tests.harness import ranks
 
 WIDTH, RANK, ALPHA, STEPS = 32, 4, 8.0, 3
+SPLIT = {
+    "layer_specs": [
+        {"patterns": [".*q_proj.*weight"], "partition_type": "column"},
+        {"patterns": [".*o_proj.*weight"], "partition_type": "row"},
+    ]
+}
+"""By which tensor-parallel ranks share the layers of `Net`."""
 FORMS = {
     "plain": None,
     "int8": QuantizationConfig(q_bits=8, group_size=64, q_dtype=torch.int8),
     "int4": QuantizationConfig(q_bits=4, group_size=64, q_dtype=torch.int8),
     "fp6": QuantizationConfig(q_bits=6, group_size=64),
 }
+HOLDS = {
+    "parameter": {},
+    "shared": {"base_weight_sharding": 2},
+    "host": {"offload": True, "offload_ratio": 0.5},
+    "both": {"base_weight_sharding": 2, "offload": True, "offload_ratio": 1.0},
+}
+FORMS_OF_PARTS = {"plain": None, "int4": QuantizationConfig(q_bits=4, group_size=8, q_dtype=torch.int8)}
 
 
 class Net(nn.Module):
@@ -94,10 +110,10 @@ def expected(form):
     return Training(before, {name: param.detach().clone() for name, param in trained.items()}, losses)
 
 
-def built(form, **lora):
+def built(form, forms=FORMS, **lora):
     config = LoRAConfig(lora_r=RANK, lora_alpha=ALPHA, target_mods=["q_proj", "o_proj"], **lora)
     torch.manual_seed(0)
-    with Init(config, FORMS[form]):
+    with Init(config, forms[form]):
         model = Net()
     for seed, layer in enumerate((model.q_proj, model.o_proj)):
         if layer.initialized:
@@ -110,46 +126,45 @@ def first_half(seed):
     return torch.randn(RANK, WIDTH, generator=torch.Generator().manual_seed(seed)) / 8
 
 
-def engine_of(model, stage, **zero):
+def engine_of(model, stage, split=1, **zero):
     trained = [param for param in model.parameters() if param.requires_grad]
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 40, **zero},
+        "tensor_parallel": {"autotp_size": split, "partition_config": SPLIT if split > 1 else None},
     }
     return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
 
 
 def whole(model):
-    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    with GatheredParameters(list(named.values())):
-        return {name: param.detach().clone() for name, param in named.items()}
+    found = {}
+    for path, layer in model.named_modules():
+        named = {name: param for name, param in layer.named_parameters(recurse=False) if param.requires_grad}
+        with GatheredParameters(list(named.values())):
+            for name, param in named.items():
+                found[f"{path}.{name}"] = whole_parameters(layer).get(id(param), param.detach()).clone()
+    return found
 
 
 def train(engine):
-    losses = []
+    losses, axis = [], engine._parts.layout["dp"]
     for step in range(STEPS):
-        loss = engine(batch(step, dist.get_rank()))
+        loss = engine(batch(step, axis.rank if axis.size > 1 else None))
         engine.backward(loss)
         engine.step()
         total = loss.detach().clone()
         dist.all_reduce(total)
-        losses.append(total.item() / 2)
+        losses.append(total.item() / dist.get_world_size())
     return losses
 
 
 @ranks(2)
 def test_the_same_training_at_every_stage():
     """Also what rests: bytes of codes, a half of them where two ranks share a weight, in host memory if it is told."""
-    holds = {
-        "parameter": {},
-        "shared": {"base_weight_sharding": 2},
-        "host": {"offload": True, "offload_ratio": 0.5},
-        "both": {"base_weight_sharding": 2, "offload": True, "offload_ratio": 1.0},
-    }
     plain = {form: expected(config) for form, config in FORMS.items()}
-    for form, hold, stage in pairs(list(FORMS), list(holds), (0, 1, 2, 3)):
-        model = built(form, **holds[hold])
+    for form, hold, stage in pairs(list(FORMS), list(HOLDS), (0, 1, 2, 3)):
+        model = built(form, **HOLDS[hold])
         layer = model.q_proj
         numel = WIDTH * WIDTH // layer.lora_config.base_weight_sharding
         nbytes = 4 * numel if FORMS[form] is None else FORMS[form].codec.nbytes(numel)
@@ -164,6 +179,103 @@ def test_the_same_training_at_every_stage():
             assert layer.weight.dtype is (torch.float32 if FORMS[form] is None else torch.uint8)
         losses = train(engine)
         assert_same_training(Training(before, whole(model), losses), plain[form])
+        engine.destroy()
+
+
+@ranks(2, 4)
+def test_ranks_that_split_layers(tmp_path):
+    """By outputs and by inputs, with frozen weights in every form; codes are cut, not made anew."""
+    plain = {form: expected(config) for form, config in FORMS_OF_PARTS.items()}
+    made = partial(built, forms=FORMS_OF_PARTS)
+    for form, hold, stage in pairs(list(plain), list(HOLDS), (0, 1, 3)):
+        if dist.get_world_size() == 2 and "base_weight_sharding" in HOLDS[hold]:
+            continue
+        model, before = made(form), whole(made(form))
+        model = made(form, **HOLDS[hold])
+        rested = model.q_proj.full_weight()
+        engine = engine_of(model, stage, split=2)
+        assert (model.q_proj.output_dim, model.o_proj.input_dim) == (WIDTH // 2, WIDTH // 2)
+        losses = train(engine)
+        assert_same_training(Training(before, whole(model), losses), plain[form])
+        save_adapters(engine.module, tmp_path / "adapter")
+        whole_model = made(form)
+        load_adapters(whole_model, tmp_path / "adapter")
+        found = whole(engine.module)
+        assert all(torch.equal(found[name], value) for name, value in whole(whole_model).items())
+        if hold == "parameter":
+            assert torch.equal(dequantised(engine), rested)
+        engine.save_checkpoint(str(tmp_path / f"{form}{hold}{stage}"))
+        other = engine_of(made(form, **HOLDS[hold]), stage, split=2)
+        load_adapters(other.module, tmp_path / "adapter")
+        other.load_checkpoint(str(tmp_path / f"{form}{hold}{stage}"))
+        assert train(other) == pytest.approx(train(engine), rel=1e-6)
+        other.destroy()
+        engine.destroy()
+
+
+@ranks(4)
+def test_ranks_of_a_stage_share_weights():
+    """Of two stages, of which one alone has a layer of this name."""
+    lora = LoRAConfig(lora_r=RANK, lora_alpha=ALPHA, base_weight_sharding=2, target_mods=["q_proj"])
+    lone = LoRAConfig(lora_r=RANK, lora_alpha=ALPHA, target_mods=["q_proj"])
+    losses = []
+    for config in (lora, lone):
+        torch.manual_seed(0)
+        with Init(config, FORMS["int8"]):
+            layers = [Named(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+            model = PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
+        if model.first:
+            assert model.get_submodule("0").q_proj.held.nbytes == (1088 if config is lone else 544)
+            model.get_submodule("0").q_proj.lora_weight_1.weight.data.copy_(first_half(0))
+        else:
+            model.requires_grad_(True)
+        engine = engine_of(model, 0)
+        x = batch(0)[:2]
+        losses.append([engine.train_batch(iter([(x, x)])).item() for _ in range(STEPS)])
+        engine.destroy()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.q_proj(x)
+
+
+def dequantised(engine):
+    """The whole weight of `q_proj`, of the parts that ranks hold."""
+    layer, axis = engine.module.q_proj, engine._parts.layout.tensor
+    with GatheredParameters([layer.weight]):
+        part = layer.full_weight()
+    parts = [torch.empty_like(part) for _ in range(axis.size)]
+    dist.all_gather(parts, part, group=axis.group)
+    return torch.cat(parts)
+
+
+@ranks(2)
+def test_models_that_are_built_in_shards():
+    """`zero.Init` around `linear.Init` or inside of it; what rests is in shards again, or this rank's part."""
+    for form, inside, hold in pairs(list(FORMS), (True, False), ("parameter", "shared")):
+        lora = LoRAConfig(lora_r=RANK, lora_alpha=ALPHA, target_mods=["q_proj", "o_proj"], **HOLDS[hold])
+        contexts = [lambda lora=lora, form=form: Init(lora, FORMS[form]), deepspeed.zero.Init]
+        torch.manual_seed(0)
+        with contexts[inside](), contexts[not inside]():
+            model = Net()
+        layer, numel = model.q_proj, WIDTH * WIDTH // 2
+        held = layer.part if hold == "shared" else layer.weight.ds_tensor
+        nbytes = 4 * numel if FORMS[form] is None else FORMS[form].codec.nbytes(2 * numel) // 2
+        assert held.nbytes == nbytes
+        assert hold == "shared" or layer.weight.numel() == 0
+        for seed, each in enumerate((model.q_proj, model.o_proj)):
+            with GatheredParameters([each.lora_weight_1.weight], modifier_rank=0):
+                each.lora_weight_1.weight.data.copy_(first_half(seed))
+        before = whole(model)
+        engine = engine_of(model, 3)
+        losses = train(engine)
+        assert_same_training(Training(before, whole(model), losses), expected(FORMS[form]))
         engine.destroy()
 
 
@@ -226,20 +338,12 @@ def test_what_does_not_fit():
         engine_of(late, 1)
     init_lora(late)
     assert isinstance(late.q_proj, LoRAOptimizedLinear)
-    with pytest.raises(DeepSpeedConfigError, match=r"tensor_parallel.autotp_size: 2 layers of the model, 'q_proj'"):
-        deepspeed.initialize(
-            model=late,
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "tensor_parallel": {"autotp_size": 2},
-                "optimizer": {"type": "AdamW"},
-            },
-        )
-    with Init(LoRAConfig(base_weight_sharding=2, target_mods=[""])):
-        stages = PipelineModule([nn.Linear(WIDTH, WIDTH)] * 2, num_stages=2, loss_fn=nn.MSELoss())
-    with pytest.raises(UsageError, match=r"base_weight_sharding is 2, so that the ranks \[0, 1\] share"):
-        engine_of(stages, 0)
-    with deepspeed.zero.Init():
-        cut = Net()
-    with pytest.raises(UsageError, match=r"the weight \(32, 32\) is sharded by zero.Init"):
-        LoRAOptimizedLinear.adopt(cut.q_proj, LoRAConfig(), None).init_lora()
+    with pytest.raises(UsageError, match=r"base_weight_sharding is 2, which does not divide the 1 ranks that have the"):
+        engine_of(built("plain", base_weight_sharding=2), 1, split=2)
+    with pytest.raises(UsageError, match=r"group_size 64 is to be split over 2 ranks along dim 1, which cuts through"):
+        engine_of(built("int4"), 1, split=2)
+    with (
+        pytest.raises(UsageError, match="base_weight_sharding is 2, which does not divide the 1 ranks"),
+        Init(LoRAConfig(base_weight_sharding=2, target_mods=[""])),
+    ):
+        PipelineModule([nn.Linear(WIDTH, WIDTH)] * 2, num_stages=2, loss_fn=nn.MSELoss())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import nn
 import deepspeed
 from deepspeed.comm.codec import group_codec
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.utils import safe_get_full_grad
 from deepspeed.zero import GatheredParameters
 from deepspeed.zero.parameters.shard import shard_of
 from tests.closeness import Training, assert_same_training
@@ -116,6 +119,50 @@ def test_the_engine_quantises_at_every_stage(tmp_path):
             assert torch.equal(whole(other.module, ["body.weight"])["body.weight"], body)
             other.destroy()
         engine.destroy()
+
+
+@ranks(2)
+def test_ranks_that_split_quantised_layers():
+    """An embedding by its tokens, layers by outputs and by inputs; of a model that is built in shards, too."""
+    for stage, symmetric, built in ((1, False, nullcontext), (3, True, nullcontext), (3, False, deepspeed.zero.Init)):
+        groups = {"num_bits": 4, "group_size": 8, "symmetric": symmetric}
+        kinds = {"body": "column", "out": "row"}
+        wanted = config(stage, post_init_quant={"embed": groups, "body": groups, "out": groups})
+        specs = [{"patterns": [f".*{name}.weight"], "partition_type": kind} for name, kind in kinds.items()]
+        split = {"vocab_parallel_embedding": True, "partition_config": {"layer_specs": specs}}
+        torch.manual_seed(0)
+        plain = Longer()
+        for layer in (plain.embed, plain.body, plain.out):
+            layer.weight.data = rounded(layer.weight.data, bits=4, group=8, symmetric=symmetric)
+        expected = plain(batch(0))
+        expected.backward()
+        torch.manual_seed(0)
+        with built():
+            model = Longer()
+        engine = deepspeed.initialize(model=model, config={**wanted, "tensor_parallel": {"autotp_size": 2, **split}})[0]
+        assert (model.body.out_features, model.out.in_features, model.embed.num_embeddings) == (32, 32, 8)
+        loss = engine(batch(0))
+        torch.testing.assert_close(loss, expected)
+        engine.backward(loss)
+        grad = safe_get_full_grad(model.body.bias)
+        torch.testing.assert_close(grad, plain.body.bias.grad.chunk(2)[dist.get_rank()])
+        engine.load_module_state_dict(plain.state_dict())
+        torch.testing.assert_close(engine(batch(0)), expected)
+        engine.destroy()
+
+
+class Longer(Net):
+    """With a layer behind the body's, for ranks that share both."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids):
+        return self.head(self.out(torch.tanh(self.body(self.embed(ids))))).float().square().mean()
+
+    def get_input_embeddings(self):
+        return self.embed
 
 
 @ranks(1, 2)
