@@ -30,6 +30,7 @@ BASES = {
     "stage 1": config(1, 2),
     "stage 2": config(2, 2),
     "stage 3": config(3, 2),
+    "no prefetch": merged(config(3, 2), zero(stage3_prefetch_bucket_size=0)),
     "fp32": config(2, **FP32),
     "offload": merged(config(3, 2), zero(offload_optimizer=AWAY, offload_param=AWAY)),
     "buffers": {**config(2), "data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": []}},
@@ -78,7 +79,7 @@ SEEN = {
         ("stage 3", zero(stage3_module_granularity_threshold=10**9)),
         ("stage 3", zero(stage3_use_all_reduce_for_fetch_params=True)),
         ("stage 3", zero(stage3_allgather_sequential=True)),
-        ("stage 3", zero(leaf_module={"names": ["blocks.1"]})),
+        ("no prefetch", zero(leaf_module={"names": ["blocks.1"]})),
     ],
     "offload": [
         ("stage 3", zero(offload_param=AWAY)),
