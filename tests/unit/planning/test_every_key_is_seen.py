@@ -36,7 +36,6 @@ BASES = {
     "buffers": {**config(2), "data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": []}},
     "unclipped": {**config(2), "gradient_clipping": 0.0},
     "codes": merged(config(2), zero(zero_quantized_gradients=True)),
-    "shards": merged(config(3), zero(mics_shard_size=2)),
 }
 SEEN = {
     "batch": [
@@ -94,7 +93,6 @@ SEEN = {
         ("stage 2", zero(zero_quantized_gradients=True)),
         ("codes", zero(zeropp_loco_param={"err_beta": 0.8, "reset_T": 16})),
         ("stage 3", zero(mics_shard_size=2)),
-        ("shards", zero(mics_hierarchical_params_gather=True)),
     ],
 }
 UNSEEN = {
@@ -114,9 +112,7 @@ UNSEEN = {
         *("fp8.scaling", "seq_parallel_communication_data_type"),
         *("eigenvalue", "quantize_training", "zero_optimization.ignore_unused_parameters"),
     ),
-    "it says whether a number is reported": (
-        "zero_optimization.compute_grad_norm",
-    ),
+    "it says whether a number is reported": ("zero_optimization.compute_grad_norm",),
     "it is for construction, saving, loading or a call of a script": (
         *("checkpoint", "zero_optimization.stage3_gather_16bit_weights_on_model_save", "compile"),
         *("zero_optimization.load_from_fp32_weights", "zero_optimization.pipeline_loading_checkpoint"),
@@ -145,6 +141,9 @@ UNSEEN = {
         *("data_efficiency", "curriculum_learning", "progressive_layer_drop"),
     ),
     "on a pretended rank no rank owns a bucket alone": ("zero_optimization.use_multi_rank_bucket_allreduce",),
+    "shards of one node are gathered in one hop; plans of two nodes are compared with ranks": (
+        "zero_optimization.mics_hierarchical_params_gather",
+    ),
     "it is a choice of a device's implementation": ("zero_force_ds_cpu_optimizer",),
 }
 
