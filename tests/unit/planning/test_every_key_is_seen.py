@@ -141,7 +141,7 @@ UNSEEN = {
         *("data_efficiency", "curriculum_learning", "progressive_layer_drop"),
     ),
     "on a pretended rank no rank owns a bucket alone": ("zero_optimization.use_multi_rank_bucket_allreduce",),
-    "shards of one node are gathered in one hop; plans of two nodes are compared with ranks": (
+    "shards of one node, such as those of this test, are gathered in one hop": (
         "zero_optimization.mics_hierarchical_params_gather",
     ),
     "it is a choice of a device's implementation": ("zero_force_ds_cpu_optimizer",),
