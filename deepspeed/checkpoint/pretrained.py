@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.checkpoint.formats.safetensors import open_file
-from deepspeed.errors import UsageError
+from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.fragments import DimSplit
 from deepspeed.log import log_dist
 
@@ -171,6 +171,11 @@ def _tensors(folder: TensorSource) -> Mapping[str, Tensor]:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UsageError(f"values of the model are to come from {folder}, which has no files of safetensors")
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(absent[:3])}, {len(absent)} of the {len(files)} files of its index"
+        )
     return {name: tensor for file in files for name, tensor in open_file(file).tensors.items()}
 
 

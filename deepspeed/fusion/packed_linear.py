@@ -1,16 +1,19 @@
-"""Linear layers whose weights are held in few bits: whole ones, those that ranks share, and Transformers' Conv1D."""
+"""Layers whose weights are held in few bits: linear ones, also those that ranks share, Conv1D, and stacked experts."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.errors import UsageError
+from deepspeed.fusion.experts import NAMES, activation_of, is_stacked
+from deepspeed.ops.generate.experts import routed_experts
 from deepspeed.ops.generate.packed import pack, packed_linear, unpack
 from deepspeed.ops.generate.packed_weight import UNIT, PackedWeight
 from deepspeed.parallel.regions import cut_of
@@ -66,13 +69,16 @@ class PackedProduct(nn.Module):
         inputs = inputs if self.rounded_input is None else self.rounded_input(inputs)
         return packed_linear(inputs, self.packed, self.bias if with_bias else None)  # type: ignore[arg-type]
 
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of `weight`."""
+        shape = self.packed_mode[1]
+        return shape[::-1] if self.packed_transposed else shape
+
     def set_weight(self, weight: Tensor) -> None:
         """Round other values of the whole weight, in the same way and in the same memory."""
-        mode, shape, group_size, symmetric = self.packed_mode
-        given = weight.t() if self.packed_transposed else weight
-        if tuple(given.shape) != shape:
-            raise UsageError(f"a weight of shape {tuple(given.shape)} for a packed layer of {shape}")
-        made = pack(given, mode, group_size, symmetric)
+        mode, _, group_size, symmetric = self.packed_mode
+        made = pack(weight.t() if self.packed_transposed else weight.flatten(0, -2), mode, group_size, symmetric)
         for name, value in zip(_PARTS, (made.data, made.scales, made.zeros), strict=True):
             if value is not None:
                 self._buffers[name].copy_(value)  # type: ignore[union-attr]
@@ -98,8 +104,48 @@ class PackedLinear(PackedProduct):
         return self.product(input)
 
 
+class PackedStack(PackedProduct):
+    """One of the weights [experts, out, in] of stacked experts, as the rows of one matrix."""
+
+    packed_experts: int
+
+    @property
+    def weight(self) -> Tensor:
+        return super().weight.view(self.whole_shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        rows, columns = self.packed_mode[1]
+        return self.packed_experts, rows // self.packed_experts, columns
+
+
+class PackedExperts(nn.Module):
+    """Stacked gated experts that hold a `PackedStack` in the place of each parameter."""
+
+    packed_kind: str
+
+    def product(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """What the experts give that tokens chose."""
+        stacks = [self._modules[name] for name in NAMES]
+        weights = [stack.packed for stack in stacks if isinstance(stack, PackedStack)]
+        return routed_experts(hidden_states, *weights, top_k_index, top_k_weights, self.packed_kind)  # type: ignore[call-arg,arg-type]
+
+
+class WholePackedExperts(PackedExperts):
+    """All of them are here."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return self.product(hidden_states, top_k_index, top_k_weights)
+
+
+def packed_parameters(model: nn.Module) -> dict[str, PackedProduct]:
+    """The packed weights of a model, by the names that they had as parameters."""
+    packed = ((name, each) for name, each in model.named_modules() if isinstance(each, PackedProduct))
+    return {name if isinstance(each, PackedStack) else f"{name}.weight": each for name, each in packed}
+
+
 @torch.no_grad()
-def join(layers: Sequence[PackedLinear]) -> PackedWeight:
+def join(layers: Sequence[PackedProduct]) -> PackedWeight:
     """Let packed layers of one form hold views of one weight, which has the rows of all of them."""
     given = [layer.packed for layer in layers]
     rows = [each.shape[0] for each in given]
@@ -121,26 +167,44 @@ def pack_layer(module: nn.Module, packing: WeightPacking) -> None:
     """Let a layer hold its weight so; see `refusal` for which can."""
     transposed = _is_transposed(module)
     weight: Tensor = module.weight  # type: ignore[assignment]
-    rows = weight.t().contiguous() if transposed else weight
-    made = pack(rows, packing.mode, packing.size_for(rows.shape[1]), packing.symmetric)
     base = type(module)
     module.__class__ = class_before(PackedProduct if cut_of(module) is not None else PackedLinear, base)
     del module._parameters["weight"]
+    _hold(module, weight, packing, transposed=transposed)
+
+
+@torch.no_grad()
+def pack_experts(module: nn.Module, packing: WeightPacking) -> None:
+    """The same for stacked experts."""
+    module.packed_kind = activation_of(module)  # type: ignore[assignment]
+    module.__class__ = class_before(PackedExperts if cut_of(module) is not None else WholePackedExperts, type(module))
+    for name in NAMES:
+        weight = module._parameters.pop(name)
+        assert weight is not None, "both are there"
+        stack = PackedStack()
+        stack.packed_experts = len(weight)
+        _hold(stack, weight, packing)
+        setattr(module, name, stack)
+
+
+def _hold(module: Any, weight: Tensor, packing: WeightPacking, *, transposed: bool = False) -> None:
+    """Let a module that has lost its weight hold what it is rounded to."""
+    rows = weight.t().contiguous() if transposed else weight.flatten(0, -2)
+    made = pack(rows, packing.mode, packing.size_for(rows.shape[1]), packing.symmetric)
     for name, value in zip(_PARTS, (made.data, made.scales, made.zeros), strict=True):
         module.register_buffer(name, value)
-    kept = made.mode, made.shape, made.group_size, made.symmetric
-    module.packed_mode = kept  # type: ignore[assignment]
-    module.packed_dtype, module.packed_transposed = weight.dtype, transposed  # type: ignore[assignment]
-    module.rounded_input = packing.rounded_input  # type: ignore[assignment]
+    module.packed_mode = made.mode, made.shape, made.group_size, made.symmetric
+    module.packed_dtype, module.packed_transposed = weight.dtype, transposed
+    module.rounded_input = packing.rounded_input
 
 
-def pack_linears(
+def pack_layers(
     model: nn.Module,
     packing: WeightPacking,
     own: Mapping[str, WeightPacking] | None = None,
     inside: Collection[str] = ("",),
 ) -> tuple[list[str], dict[str, str]]:
-    """Pack the linear layers inside of modules of a model: (their names, name → why another one is left).
+    """Pack linear layers and experts inside of modules of a model: (their names, name → why another one is left).
 
     `own` has parts of names → another packing for the layers that they match.
     """
@@ -153,15 +217,19 @@ def pack_linears(
             uses[id(param)] = uses.get(id(param), 0) + 1
     listed = {f"{path}.{name}".strip("."): each for path in inside for name, each in _inner(model, path)}
     for name, module in listed.items():
-        if not (isinstance(module, nn.Linear) or _is_transposed(module)) or isinstance(module, PackedProduct):
+        stacked, linear = is_stacked(module), isinstance(module, nn.Linear) or _is_transposed(module)
+        if not (stacked or linear) or isinstance(module, PackedProduct):
             continue
         matching = [part for part in own or {} if part in name]
         if len(matching) > 1:
             raise UsageError(f"{name} matches {' and '.join(map(repr, matching))}; let one of them match it")
         chosen = (own or {})[matching[0]] if matching else packing
-        reason = "excluded" if not matching and any(p.match(name) for p in hidden) else refusal(module, uses)
+        if not matching and any(p.match(name) for p in hidden):
+            reason: str | None = "excluded"
+        else:
+            reason = _refusal_of_experts(module, uses, chosen) if stacked else refusal(module, uses)
         if reason is None:
-            pack_layer(module, chosen)
+            (pack_experts if stacked else pack_layer)(module, chosen)
             done.append(name)
         else:
             left[name] = reason
@@ -193,6 +261,17 @@ def refusal(module: nn.Module, uses: Mapping[int, int]) -> str | None:
     return None
 
 
+def _refusal_of_experts(module: nn.Module, uses: Mapping[int, int], packing: WeightPacking) -> str | None:
+    if any(uses.get(id(module._parameters[name]), 1) > 1 for name in NAMES):
+        return "its weights are tied to those of other experts"
+    if packing.rounded_input is not None:
+        return "only linear layers round their inputs"
+    share, others = cut_of(module), set(module._parameters) - set(NAMES)
+    if others or replacement(module) is not None or (share is not None and not share.plain):
+        return f"{type(module).__name__} computes in its own way"
+    return None if activation_of(module) is not None else f"{type(module).__name__} is no stack of gated experts"
+
+
 def _is_transposed(module: nn.Module) -> bool:
     """Transformers' Conv1D, whose weight is [in, out]."""
     return any(kind.__name__ == "Conv1D" and hasattr(module, "nf") for kind in type(module).__mro__)
@@ -221,15 +300,5 @@ def rounding(bits: int, symmetric: bool, groups: int) -> Callable[[Tensor], Tens
 def packed_embedding(ids: Tensor, packed: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Rows of a packed table: only those that are looked up are widened."""
     chosen, places = torch.unique(ids, return_inverse=True)
-    zeros = None if packed.zeros is None else packed.zeros[chosen]
-    part = PackedWeight(
-        packed.mode,
-        packed.data[chosen],
-        packed.scales[chosen],
-        zeros,
-        (len(chosen), packed.shape[1]),
-        packed.group_size,
-        packed.symmetric,
-    )
-    found: Tensor = functional.embedding(places, unpack(part, dtype))
+    found: Tensor = functional.embedding(places, unpack(packed.part(chosen), dtype))
     return found

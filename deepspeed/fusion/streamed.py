@@ -12,11 +12,15 @@ from torch import Tensor, nn
 
 from deepspeed.fusion.equivalence import is_plain, only_ours
 from deepspeed.fusion.feed_forward import FeedForward
-from deepspeed.fusion.packed_linear import PackedLinear, join
+from deepspeed.fusion.packed_linear import PackedProduct, join
 from deepspeed.fusion.shared_input import input_groups
 from deepspeed.ops.generate.packed import packed_linear
 from deepspeed.ops.generate.streaming import MOST_ROWS, streamed_gated, streamed_linear
-from deepspeed.transformers.replacement import Swap, Undo, put_forward, replacement
+from deepspeed.parallel.regions import cut_of
+from deepspeed.transformers.replacement import Swap, Undo, own_product, put_forward, put_product, replacement
+
+Products = Callable[[Tensor, bool], "list[Tensor] | None"]
+"""(input, whether biases are added) → what some layers give; None where they do not go together now."""
 
 
 def find_streams(model: nn.Module, *, joins: bool = False) -> Iterator[tuple[str, nn.Module, Swap]]:
@@ -41,11 +45,11 @@ def find_streams(model: nn.Module, *, joins: bool = False) -> Iterator[tuple[str
             known[type(module)] = list(input_groups(type(module)))
         for layers, names in _alike(module, known[type(module)], joins=joins):
             taken.update(map(id, layers))
-            packed = isinstance(layers[0], PackedLinear)
+            packed = isinstance(layers[0], PackedProduct)
             what = f"{', '.join(names)} {'joined' if packed else 'streamed together'}"
             yield name, module, Swap(what, partial(_put_joined if packed else _put_all, layers), serves="infer")
     for name, module in model.named_modules():
-        if is_plain(module) and id(module) not in taken:
+        if _streams(module) and id(module) not in taken:
             yield name, module, Swap("weight streamed", partial(_put_all, [module]), serves="infer")
 
 
@@ -53,37 +57,50 @@ def _alike(
     module: nn.Module, groups: Sequence[tuple[str, ...]], *, joins: bool
 ) -> Iterator[tuple[list[Any], tuple[str, ...]]]:
     """Layers of a module that read one input, and their names: the most plain ones, and the most packed ones."""
-    for fits in (is_plain, _is_joinable) if joins else (is_plain,):
-        children = {key: child for key, child in module.named_children() if fits(child)}
+    for fits in (_streams, _is_joinable) if joins else (_streams,):
+        children = {key: child for key, child in module.named_children() if fits(child) and _takes_all(child)}
         names = max((tuple(key for key in names if key in children) for names in groups), key=len, default=())
         layers = [children[key] for key in names]
         if len(layers) > 1 and len({_form(layer) for layer in layers}) == 1:
             yield layers, names
 
 
+def _streams(layer: nn.Module) -> bool:
+    """Whether a layer, or this rank's part of it, is a product with its weight as it lies in memory."""
+    cut = cut_of(layer)
+    if cut is None:
+        return is_plain(layer)
+    return cut.plain and type(layer).__bases__[-1] is nn.Linear and "product" not in vars(layer)
+
+
+def _takes_all(layer: nn.Module) -> bool:
+    cut = cut_of(layer)
+    return cut is None or cut.by_outputs
+
+
 def _is_joinable(layer: nn.Module) -> bool:
-    return (
-        isinstance(layer, PackedLinear)
-        and not layer.packed_transposed
-        and layer.rounded_input is None
-        and replacement(layer) is None
-        and only_ours(layer)
-    )
+    if not isinstance(layer, PackedProduct) or layer.packed_transposed or layer.rounded_input is not None:
+        return False
+    cut = cut_of(layer)
+    if cut is None:
+        return replacement(layer) is None and only_ours(layer)
+    return cut.plain and "product" not in vars(layer)
 
 
 def _form(layer: nn.Module) -> Hashable:
-    """What packed weights of one memory have in common; one for all plain layers."""
-    if not isinstance(layer, PackedLinear):
-        return None
+    """What layers of one launch have in common."""
+    whole = cut_of(layer) is None
+    if not isinstance(layer, PackedProduct):
+        return whole
     mode, shape, *others = layer.packed_mode
-    return mode, shape[1], *others, layer.packed_dtype, layer.packed.data.device
+    return whole, mode, shape[1], *others, layer.packed_dtype, layer.packed.data.device
 
 
 def _gated(module: nn.Module) -> FeedForward | None:
     """The activation of a gated layer that was replaced, if its parts are plain."""
     found = getattr(replacement(module), "__self__", None)
     parts = [module._modules.get(part) for part in ("gate_proj", "up_proj")]
-    plain = all(part is not None and is_plain(part) and part.bias is None for part in parts)
+    plain = all(part is not None and _streams(part) and _takes_all(part) and part.bias is None for part in parts)
     return found if isinstance(found, FeedForward) and plain else None
 
 
@@ -103,59 +120,57 @@ def _put_gated(module: nn.Module, gate: FeedForward) -> Undo:
 
 
 def _put_all(layers: Sequence[nn.Linear]) -> Undo:
-    def products(x: Tensor) -> list[Tensor] | None:
-        return streamed_linear(x, [each.weight for each in layers], [each.bias for each in layers])
+    def products(x: Tensor, biased: bool) -> list[Tensor] | None:
+        return streamed_linear(x, [each.weight for each in layers], [each.bias if biased else None for each in layers])
 
-    return _put_together(layers, products)
+    return _Together(products).put(layers)
 
 
-def _put_joined(layers: Sequence[PackedLinear]) -> Undo:
+def _put_joined(layers: Sequence[PackedProduct]) -> Undo:
     whole = join(layers)
     sizes = [layer.packed.shape[0] for layer in layers]
     places = [layer.packed.data.data_ptr() for layer in layers]
 
-    def products(x: Tensor) -> list[Tensor] | None:
+    def products(x: Tensor, biased: bool) -> list[Tensor] | None:
         if [layer.packed.data.data_ptr() for layer in layers] != places:
             return None  # they have been moved
         found = packed_linear(x, whole).split(sizes, -1)
-        return [part if each.bias is None else part + each.bias for part, each in zip(found, layers, strict=True)]
+        biases = [each.bias if biased else None for each in layers]
+        return [part if bias is None else part + bias for part, bias in zip(found, biases, strict=True)]
 
-    return _put_together(layers, products)
-
-
-def _put_together(layers: Sequence[nn.Module], products: Callable[[Tensor], list[Tensor] | None]) -> Undo:
-    together = _Together(products)
-    undone = [put_forward(layer, together.forward_of(at)) for at, layer in enumerate(layers)]
-
-    def undo() -> None:
-        for each in undone:
-            each()
-
-    return undo
+    return _Together(products).put(layers)
 
 
 class _Together:
     """What layers compute of one input: all of it when the first of them is called."""
 
-    def __init__(self, products: Callable[[Tensor], list[Tensor] | None]) -> None:
+    def __init__(self, products: Products) -> None:
         self._products = products
         self._source: weakref.ref[Tensor] | None = None
         self._left: dict[int, Tensor] = {}
 
-    def forward_of(self, at: int) -> Callable[..., Tensor]:
-        def run(layer: nn.Module, input: Tensor) -> Tensor:
-            if self._source is not None and self._source() is input and at in self._left:
-                return self._left.pop(at)
-            few = not torch.is_grad_enabled() and _rows(input) <= MOST_ROWS
-            found = self._products(input) if few else None
-            if found is None:
-                result: Tensor = type(layer).forward(layer, input)
-                return result
-            self._left = dict(enumerate(found))
-            self._source = weakref.ref(input)
-            return self._left.pop(at)
+    def put(self, layers: Sequence[nn.Module]) -> Undo:
+        """Let layers compute so."""
+        undone = [put_product(layer, partial(self._run, at)) for at, layer in enumerate(layers)]
 
-        return run
+        def undo() -> None:
+            for each in undone:
+                each()
+
+        return undo
+
+    def _run(self, at: int, layer: nn.Module, input: Tensor, **options: bool) -> Tensor:
+        """`options`: `with_bias`, of a layer that ranks share."""
+        if self._source is not None and self._source() is input and at in self._left:
+            return self._left.pop(at)
+        few = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _rows(input) <= MOST_ROWS
+        found = self._products(input, options.get("with_bias", True)) if few else None
+        if found is None:
+            result: Tensor = own_product(layer)(layer, input, **options)
+            return result
+        self._left = dict(enumerate(found))
+        self._source = weakref.ref(input)
+        return self._left.pop(at)
 
 
 def _rows(x: Tensor) -> int:

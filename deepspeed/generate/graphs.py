@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,17 +60,12 @@ class GraphPool:
         self._memory = None
 
 
-@dataclass(slots=True)
-class _Captured:
-    inputs: list[Tensor]
-
-
 class GraphedModule:
     """A module's forward in graphs, one for each shape of its tensors; other arguments are part of the key."""
 
     def __init__(self, module: nn.Module, most: int = 16) -> None:
         self._module, self._pool = module, GraphPool(most)
-        self._inputs: dict[Hashable, _Captured] = {}
+        self._inputs: dict[Hashable, list[Tensor]] = {}
         self._refused: str | None = None
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -83,10 +77,10 @@ class GraphedModule:
         on_device = all(tensor.device.type == device for tensor in tensors) and device != "cpu"
         if key is None or not on_device or self._refused is not None or torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        held = self._inputs.setdefault(key, _Captured([tensor.clone() for tensor in tensors]))
-        for static, tensor in zip(held.inputs, tensors, strict=True):
+        held = self._inputs.setdefault(key, [tensor.clone() for tensor in tensors])
+        for static, tensor in zip(held, tensors, strict=True):
             static.copy_(tensor, non_blocking=True)
-        replaced = iter(held.inputs)
+        replaced = iter(held)
         given = [next(replaced) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         own_args, own_kwargs = tree_unflatten(given, tree)
         try:

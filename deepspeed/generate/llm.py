@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
+from operator import index
 from typing import Any
 
+import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.config.inference import RaggedInferenceEngineConfig, read_inference_config
-from deepspeed.errors import UsageError
+from deepspeed.errors import UsageError, printable
 from deepspeed.generate import weights
 from deepspeed.generate.build import EngineParts, build
 from deepspeed.generate.loop import SequenceUpdate
@@ -25,7 +28,7 @@ from deepspeed.generate.sequence import PromptScores, SequenceState, Token, TopL
 from deepspeed.generate.sequence import Sequence as Generated
 from deepspeed.generate.stops import TextStream, end_ids
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Tensor
 _NONE = (-1,)
 """In place of a token, where a continuation ended without one."""
 
@@ -123,7 +126,7 @@ class LLM:
         each = [params] * len(listed) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(listed):
             raise UsageError(f"{len(each)} SamplingParams were given for {len(listed)} prompts; give one, or one each")
-        checked = [(self._tokens_of(prompt), one or SamplingParams()) for prompt, one in zip(listed, each, strict=True)]
+        checked = [(self._tokens_of(prompt), _params(one)) for prompt, one in zip(listed, each, strict=True)]
         for ids, one in checked:
             self._check(ids, one)
         waiting = list(reversed(checked))
@@ -176,7 +179,9 @@ class LLM:
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> int:
         """Queue a prompt; returns its uid, by which `step` names its tokens. Higher priorities run first."""
         parts = self._open
-        params = params or SamplingParams()
+        params = _params(params)
+        if not isinstance(priority, int):
+            raise UsageError(f"priority is {priority!r}; it must be a whole number, of which higher ones run first")
         ids = self._tokens_of(prompt)
         self._check(ids, params)
         uid = next(self._uids)
@@ -307,9 +312,15 @@ class LLM:
         return self.tokenizer
 
     def _tokens_of(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
-        return list(self._tokenizer_for("a prompt of text")(prompt)["input_ids"])
+        if isinstance(prompt, str):
+            return list(self._tokenizer_for("a prompt of text")(prompt)["input_ids"])
+        listed = _items(prompt)
+        try:
+            return [index(token) for token in listed]
+        except TypeError as error:
+            raise UsageError(
+                f"a prompt is text or a list of token ids; found {printable(repr(prompt), 100)}"
+            ) from error
 
     def _text(self, params: SamplingParams) -> TextStream | None:
         if self.tokenizer is None:
@@ -347,6 +358,8 @@ class LLM:
         What runs goes on with the new values; what is cached is computed again.
         """
         parts = self._open
+        if self._sleeping is not None:
+            raise UsageError("this LLM sleeps. Call wake() before update_weights(): its weights are not on the device")
         self._drain()
         count = weights.update(parts.model, items, parts.axis)
         parts.loop.scheduler.reset()
@@ -409,8 +422,26 @@ class LLM:
 
 def _listed(prompts: Any) -> list[Prompt]:
     """One prompt, text or token ids, as a list of one."""
-    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if one else list(prompts)
+    listed: list[Any] = [prompts] if isinstance(prompts, str) else _items(prompts)
+    first = listed[0] if listed else None
+    one = isinstance(first, Real) or (isinstance(first, Tensor) and not first.dim())
+    return [listed] if one else listed
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, (Tensor, numpy.ndarray)):
+        value = value.tolist()
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
+        raise UsageError(f"prompts are texts, or lists of token ids; found {printable(repr(value), 100)}")
+    return list(value)
+
+
+def _params(given: object) -> SamplingParams:
+    if given is None:
+        return SamplingParams()
+    if not isinstance(given, SamplingParams):
+        raise UsageError(f"params are {printable(repr(given), 100)}; they must be SamplingParams")
+    return given
 
 
 def _tokenizer(given: Any, folder: Any) -> Any:

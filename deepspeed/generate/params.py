@@ -14,6 +14,7 @@ from deepspeed.errors import UsageError, printable
 MAX_N = 1024
 MAX_LOGPROBS = 20  # each asks for the most probable tokens of every position
 _SEEDS = (-(2**63), 2**63 - 1)
+_SMALLEST, _LARGEST = 1e-6, 1e30  # what divides and multiplies logits of 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,9 @@ class SamplingParams:
         _real("repetition_penalty", self.repetition_penalty, 0, inf, "a finite number above 0", above=True)
         for name in ("presence_penalty", "frequency_penalty"):
             _real(name, getattr(self, name), -2, 2, "from -2 to 2")
+        for name in ("temperature", "repetition_penalty"):
+            if getattr(self, name) and not _SMALLEST <= getattr(self, name) <= _LARGEST:
+                _refuse(name, getattr(self, name), f"from {_SMALLEST} to {_LARGEST}")
         if not isinstance(self.ignore_eos, bool):
             _refuse("ignore_eos", self.ignore_eos, "true or false")
 
@@ -93,7 +97,9 @@ class SamplingParams:
                 _refuse("logit_bias", self.logit_bias, "a map from token ids to numbers")
             for token, bias in self.logit_bias.items():
                 _whole("logit_bias", token, 0)
-                _real(f"logit_bias[{token}]", bias, -inf, inf, "a number below infinity")
+                if bias != -inf:
+                    wanted = f"a number from {-_LARGEST} to {_LARGEST}, or minus infinity"
+                    _real(f"logit_bias[{token}]", bias, -_LARGEST, _LARGEST, wanted)
         if isinstance(self.schema, str):
             try:
                 parsed = json.loads(self.schema)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.pretrained import Empty, fill, stored_as, take_place, values_from
 from deepspeed.config.inference import RaggedInferenceEngineConfig, RaggedQuantizationConfig
 from deepspeed.config.parallel import TPTrainingConfig
-from deepspeed.errors import UsageError
+from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.fusion.build import FusionFinding, find, lines, put
 from deepspeed.fusion.experts import find_experts
-from deepspeed.fusion.packed_linear import PackedProduct, WeightPacking, pack_linears
+from deepspeed.fusion.packed_linear import PackedProduct, PackedStack, WeightPacking, pack_layers, packed_parameters
 from deepspeed.fusion.streamed import find_streams
 from deepspeed.log import log_dist
 from deepspeed.memory.host import ParkedStorages
@@ -95,16 +96,21 @@ def load(
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype | None:
     """A dtype by its name; None for "auto"."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
     names = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-    found = getattr(torch, names.get(dtype, dtype), None)
-    if dtype != "auto" and not isinstance(found, torch.dtype):
-        raise UsageError(f"dtype is {dtype!r}; it must be auto, bfloat16, float16, float32 or a torch.dtype")
-    return None if dtype == "auto" else found
+    if dtype == "auto":
+        return None
+    found = getattr(torch, names.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise UsageError(
+            f"dtype is {dtype!r}; it must be auto, bfloat16, float16, float32 or such a torch.dtype. For weights in "
+            "fewer bits, set quantization.quantization_mode"
+        )
+    return found
 
 
 def _folder(source: Any) -> Path:
+    if not isinstance(source, (str, Path)):
+        raise UsageError(f"the model is {source!r:.100}; it must be a torch.nn.Module, a folder, or a name on the hub")
     folder = Path(source)
     if folder.is_dir():
         return folder
@@ -120,9 +126,14 @@ def _folder(source: Any) -> Path:
 
 def _read(folder: Path, dtype: torch.dtype | None, axis: RankGroup | None, *, later: bool) -> tuple[nn.Module, Empty]:
     """The model, and its parameters that wait for their values; `later`: all of them."""
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
+    damaged = (OSError, ValueError, LookupError, UnpicklingError, SafetensorError)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except damaged as error:
+        raise CheckpointError(f"{folder} has no config of a model of Transformers: {error}") from error
     kind = dtype or getattr(config.get_text_config(), "dtype", None) or torch.float32
     quantised = getattr(config, "quantization_config", None) is not None
     if quantised and (axis is not None or later):
@@ -132,7 +143,10 @@ def _read(folder: Path, dtype: torch.dtype | None, axis: RankGroup | None, *, la
             f"{key} out."
         )
     if axis is None and not later:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+        try:
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+        except damaged as error:
+            raise CheckpointError(f"the weights in {folder} cannot be read: {error}") from error
         return model, {}
     from accelerate import init_empty_weights
 
@@ -161,7 +175,7 @@ class ModelPacking:
     def add(self, inside: Collection[str]) -> None:
         """Round the layers inside of these modules."""
         if self._packing is not None:
-            done, left = pack_linears(self._model, self._packing, self._own, inside)
+            done, left = pack_layers(self._model, self._packing, self._own, inside)
             self.done += done
             self._left |= left
 
@@ -172,12 +186,12 @@ class ModelPacking:
         if required and not self.done:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self._left.items())[:3])
             raise UsageError(
-                f"quantization: no linear layer of {type(self._model).__name__} could be packed "
+                f"quantization: no layer of {type(self._model).__name__} could be packed "
                 f"({reasons or 'there are none'})"
             )
         reasons = "; ".join(sorted({reason for reason in self._left.values() if reason != "excluded"}))
         log_dist(
-            f"quantization: {len(self.done)} linear layers hold {self._packing.mode}, {len(self._left)} keep their "
+            f"quantization: {len(self.done)} layers hold {self._packing.mode}, {len(self._left)} keep their "
             f"dtype{reasons and f' ({reasons})'}"
         )
 
@@ -217,9 +231,11 @@ def fix_rows(model: nn.Module, device: torch.device, undo: ExitStack) -> None:
     rows = 1 if device.type == "cpu" else _ROWS
     for name, module in model.named_modules():
         own = [key for key, param in module.named_parameters(recurse=False) if param.dim() > 1]
+        own += ["its weight"] if isinstance(module, PackedProduct) else []
         if not own or isinstance(module, nn.Embedding):
             continue
-        if not isinstance(module, (nn.Linear, PackedProduct)) and type(module).__name__ != "Conv1D":
+        linear = isinstance(module, (nn.Linear, PackedProduct)) or type(module).__name__ == "Conv1D"
+        if not linear or isinstance(module, PackedStack):
             raise UsageError(
                 f"deterministic: {name} ({type(module).__name__}) multiplies {own[0]} by as many rows as come "
                 "together, so that its bits depend on the batch. Leave deterministic out for this model."
@@ -249,8 +265,11 @@ def update(model: nn.Module, items: WeightItems, axis: RankGroup | None) -> int:
 
 def _replace(model: nn.Module, tensors: Mapping[str, Tensor], axis: RankGroup | None) -> int:
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    packed = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, PackedProduct)}
+    packed = packed_parameters(model)
     cuts = cuts_of(model, axis.rank) if axis is not None else {}
+    other = next((name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)), None)
+    if other is not None:
+        raise UsageError(f"update_weights: {other} is {type(tensors[other]).__name__}; it must be a tensor")
     found = stored_as(model, tensors)
     unknown = sorted(name for name in found if name not in held and name not in packed)
     if unknown:
@@ -262,9 +281,9 @@ def _replace(model: nn.Module, tensors: Mapping[str, Tensor], axis: RankGroup | 
         if name in cuts:
             splits, place = cuts[name]
             part = splits.cut(part, place)
-        expected = packed[name].packed.shape if name in packed else tuple(held[name].shape)
-        if tuple(part.shape) != tuple(expected) and name not in packed:
-            raise UsageError(f"update_weights: {name} has the shape {tuple(part.shape)}, the model {tuple(expected)}")
+        expected = packed[name].whole_shape if name in packed else tuple(held[name].shape)
+        if tuple(part.shape) != expected:
+            raise UsageError(f"update_weights: {name} has the shape {tuple(part.shape)}, the model {expected}")
         parts[name] = part
     for name, part in parts.items():  # all fit: nothing is left half replaced
         if name in packed:

@@ -227,6 +227,16 @@ class ParameterCut:
     splits: dict[str, DimSplit]
     """How each of the module's own parameters is cut, by its name in the module."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether the layer has a method `product`, which computes with its weights as they lie here."""
+        return False
+
+    @property
+    def by_outputs(self) -> bool:
+        """Whether it is a plain linear layer that takes the whole input and returns this rank's outputs."""
+        return False
+
     def __deepcopy__(self, _: Any) -> ParameterCut:
         return self  # groups of processes are not copied
 

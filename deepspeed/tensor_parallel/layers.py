@@ -295,6 +295,16 @@ class ShardInfo(ParameterCut):
     keep_split: bool = False
     """Of the output layer: what it returns is split by vocabulary, because the loss takes it so."""
 
+    @property
+    def plain(self) -> bool:
+        known = self.splits.keys() & {"weight", "gate_up_proj"}
+        return bool(known) and not self.transposed and self.rows is None
+
+    @property
+    def by_outputs(self) -> bool:
+        weight = self.splits.get("weight")
+        return self.plain and weight is not None and weight.dim == 0 and not self.gather_output
+
     def forget(self) -> None:
         """The split region is left."""
         self.entrance.forget()
@@ -391,7 +401,10 @@ class ExpertsParallel(_Shared):
         axis = self.share.axis
         entered = [enter(a, axis) if _is_activation(a) else a for a in args]
         named = {key: enter(a, axis) if _is_activation(a) else a for key, a in kwargs.items()}
-        return leave(super().forward(*entered, **named), axis)
+        return leave(self.product(*entered, **named), axis)
+
+    def product(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
 
 
 def share_of(module: nn.Module) -> ShardInfo | None:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from deepspeed.parallel.regions import cut_of
+
 Undo = Callable[[], None]
 Serves = Literal["train", "infer", "both"]
 """What a replacement is for: passes with a backward, passes without, or both."""
@@ -74,6 +76,20 @@ def put_whole(module: nn.Module, forward: Callable[..., Any], *, compiled: Calla
     undo = put_forward(module, forward, compiled=compiled)
     module.forward.__func__.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
     return undo
+
+
+def put_product(layer: nn.Module, product: Callable[..., Any]) -> Undo:
+    """`put_forward`; of a layer that ranks share, only its `product`: what goes over the wire stays as it is."""
+    if cut_of(layer) is None:
+        return put_forward(layer, product)
+    return put_attribute(layer, "product", types.MethodType(product, layer))
+
+
+def own_product(layer: nn.Module) -> Callable[..., Any]:
+    """What `put_product` takes the place of, as the layer's class has it."""
+    kind: Any = type(layer)
+    found: Callable[..., Any] = kind.forward if cut_of(layer) is None else kind.product
+    return found
 
 
 def replacement(module: nn.Module) -> Callable[..., Any] | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.pretrained import take_place, values_from
 from deepspeed.config.inference import RaggedInferenceEngineConfig, read_inference_config
 from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
-from deepspeed.fusion.packed_linear import PackedProduct
+from deepspeed.fusion.packed_linear import packed_parameters
 from deepspeed.generate.blocks import BlockCache
 from deepspeed.generate.build import build
 from deepspeed.generate.params import SamplingParams
@@ -165,7 +165,11 @@ class InferenceEngineV2:
     def put(self, batch_uids: Iterable[int], batch_tokens: Iterable[Tensor], do_checks: bool = True) -> Tensor:
         """Compute tokens of sequences: logits [sequences, vocabulary] after the last one of each."""
         uids = [int(uid) for uid in batch_uids]
-        given = [[int(token) for token in torch.as_tensor(tokens).flatten().tolist()] for tokens in batch_tokens]
+        tensors = [torch.as_tensor(tokens).flatten() for tokens in batch_tokens]
+        fractional = next((each for each in tensors if each.is_floating_point() and each.numel()), None)
+        if fractional is not None:
+            raise UsageError(f"put(): token ids are whole numbers; found a tensor of {fractional.dtype}")
+        given = [each.tolist() for each in tensors]
         if (
             do_checks
             and (found := self.can_schedule(uids, [len(each) for each in given])) is not SchedulingResult.Success
@@ -267,13 +271,12 @@ class InferenceEngineV2:
         Weights in fewer bits are written as they are multiplied, in the model's dtype.
         """
         model = self._parts.model
-        packed = {name: each for name, each in model.named_modules() if isinstance(each, PackedProduct)}
+        packed = packed_parameters(model)
+        hidden = {f"{name.removesuffix('.weight')}." for name in packed}
         state = {
-            name: tensor
-            for name, tensor in model.state_dict().items()
-            if not (name.rpartition(".")[0] in packed and name.rpartition(".")[2].startswith("packed_"))
+            name: tensor for name, tensor in model.state_dict().items() if name.rpartition("packed_")[0] not in hidden
         }
-        state.update({f"{name}.weight": each.weight for name, each in packed.items()})
+        state.update({name: each.weight for name, each in packed.items()})
         axis = self._parts.axis
         save_slices(state, Path(save_path), axis, splits_of(model))
         if axis is None or axis.rank == 0:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from deepspeed.ops.generate.packed import packed_linear_reference
+from deepspeed.ops.generate.packed_weight import ExpertWeight
 from deepspeed.ops.generate.streaming import MOST_ROWS
 from deepspeed.ops.model.gated import gated_reference
 from deepspeed.ops.model.linear import takes
@@ -16,7 +18,9 @@ __all__ = ["routable", "routed_experts"]
 MOST_EXPERTS = 1024
 
 
-def routed_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, shares: Tensor, kind: str) -> Tensor:
+def routed_experts(
+    x: Tensor, gate_up: ExpertWeight, down: ExpertWeight, chosen: Tensor, shares: Tensor, kind: str
+) -> Tensor:
     """[tokens, width]: of each token, the sum over its `chosen` experts [tokens, k], times its `shares` [tokens, k].
 
     An expert computes (act(x · gateᵀ) · (x · upᵀ)) · downᵀ; gate_up is [experts, 2 · inner, width], and down is
@@ -26,46 +30,65 @@ def routed_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, sha
     return result
 
 
-def routable(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor) -> bool:
+def routable(x: Tensor, gate_up: ExpertWeight, down: ExpertWeight, chosen: Tensor) -> bool:
     """Whether the kernel takes it: few rows of 16 bits, whole experts whose rows begin at 16 bytes, no gradients."""
+    return len(x) <= MOST_ROWS and _is_taken(x, gate_up, down, chosen)
+
+
+def _is_taken(x: Tensor, gate_up: ExpertWeight, down: ExpertWeight, chosen: Tensor) -> bool:
+    """The same for any number of rows."""
     return (
         takes(x)
         and not torch.is_grad_enabled()
         and x.dim() == 2
-        and 0 < len(x) <= MOST_ROWS
+        and len(x) > 0
+        and x.dtype != torch.float32
         and chosen.shape[1] <= 16
-        and len(gate_up) <= MOST_EXPERTS
+        and _count(x, down) <= MOST_EXPERTS
+        and all(each.shape[-1] % 16 == 0 for each in (gate_up, down))
         and all(
-            each.dtype == x.dtype != torch.float32
-            and each.stride(-1) == 1
-            and each.stride(1) % 8 == 0
-            and each.shape[-1] % 16 == 0
+            each.dtype == x.dtype and each.stride(-1) == 1 and each.stride(1) % 8 == 0
             for each in (gate_up, down)
+            if isinstance(each, Tensor)
         )
     )
 
 
+def _count(x: Tensor, down: ExpertWeight) -> int:
+    """How many experts there are."""
+    return len(down) if isinstance(down, Tensor) else down.shape[0] // x.shape[1]
+
+
 @reference("routed_experts")
 def routed_experts_reference(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, shares: Tensor, kind: str
+    x: Tensor, gate_up: ExpertWeight, down: ExpertWeight, chosen: Tensor, shares: Tensor, kind: str
 ) -> Tensor:
     """Expert by expert; the host reads which are chosen."""
-    total = torch.zeros(len(x), down.shape[1], dtype=torch.float32, device=x.device)
+    experts = _count(x, down)
+    total = torch.zeros(len(x), x.shape[1], dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         token, slot = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = functional.linear(x[token], gate_up[expert]).chunk(2, -1)
-        found = functional.linear(gated_reference(gate, up, kind), down[expert])
+        gate, up = _product(x[token], gate_up, expert, experts).chunk(2, -1)
+        found = _product(gated_reference(gate, up, kind), down, expert, experts)
         total.index_add_(0, token, found.float() * shares[token, slot, None].float())
     return total.to(x.dtype)
 
 
+def _product(x: Tensor, weight: ExpertWeight, expert: int, experts: int) -> Tensor:
+    if isinstance(weight, Tensor):
+        return functional.linear(x, weight[expert])
+    rows = weight.shape[0] // experts
+    return packed_linear_reference(x, weight.part(slice(expert * rows, (expert + 1) * rows)))
+
+
 @by_triton("routed_experts")
 def routed_experts_triton(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, shares: Tensor, kind: str
+    x: Tensor, gate_up: ExpertWeight, down: ExpertWeight, chosen: Tensor, shares: Tensor, kind: str
 ) -> Tensor:
-    """By kernels where they take it: a weight is read once for all tokens that chose its expert."""
-    if not routable(x, gate_up, down, chosen):
+    """By kernels where they take it: a weight is read once for all tokens, some at a time, that chose its expert."""
+    if not _is_taken(x, gate_up, down, chosen):
         return routed_experts_reference(x, gate_up, down, chosen, shares, kind)
     from deepspeed.ops.generate.kernels.experts import route
 
-    return route(x, gate_up, down, chosen, shares, kind)
+    parts = zip(*(each.split(MOST_ROWS) for each in (x, chosen, shares)), strict=True)
+    return torch.cat([route(rows, gate_up, down, experts, weights, kind) for rows, experts, weights in parts])

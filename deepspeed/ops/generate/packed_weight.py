@@ -44,8 +44,17 @@ class PackedWeight:
         """Bytes of all parts."""
         return sum(each.nbytes for each in (self.data, self.scales, self.zeros) if each is not None)
 
+    def part(self, rows: slice | Tensor) -> PackedWeight:
+        """The weight of some outputs."""
+        data, zeros = self.data[rows], None if self.zeros is None else self.zeros[rows]
+        return replace(self, data=data, scales=self.scales[rows], zeros=zeros, shape=(len(data), self.shape[1]))
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedWeight:
         """The same on a device."""
         zeros = None if self.zeros is None else self.zeros.to(device, non_blocking=non_blocking)
         data, scales = (each.to(device, non_blocking=non_blocking) for each in (self.data, self.scales))
         return replace(self, data=data, scales=scales, zeros=zeros)
+
+
+ExpertWeight = Tensor | PackedWeight
+"""The weights of experts: [experts, out, in], or packed with the rows of all of them, one after the other."""

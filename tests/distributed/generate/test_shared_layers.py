@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from deepspeed.errors import UsageError
+from deepspeed.fusion import streamed
+from deepspeed.generate import weights
 from deepspeed.inference import LLM, SamplingParams
 from tests.harness import ranks
 from tests.unit.generate.families import prompts_of, small_cache, tiny
@@ -75,3 +79,32 @@ def test_numbers_that_do_not_divide():
 def test_four_ranks():
     compare("llama", 4, num_key_value_heads=4)
     compare("llama", 2)  # two groups of two ranks
+
+
+@ranks(2)
+def test_products_of_one_input_are_one():
+    """Queries, keys and values, and gate and up, of what a rank has of them; experts beside them."""
+    modes = {"llama": (None, "w4a16", "fp8"), "qwen2": (None, "w8a16"), "qwen3_moe": (None, "w8a16")}
+    for kind, mode in ((kind, mode) for kind, some in modes.items() for mode in some):
+        shared: dict[str, Any] = {"tensor_parallel": {"tp_size": 2}, "quantization": {"quantization_mode": mode}}
+        with ExitStack() as undo:
+            llm = undo.enter_context(LLM(tiny(kind), small_cache(), **shared))
+            expected = llm.generate(prompts_of(*PROMPTS), GREEDY, progress=False)
+            weights.inject(llm.model, undo, streamed=True, joins=True)
+            calls = {
+                name: undo.enter_context(patch.object(streamed, name, wraps=getattr(streamed, name)))
+                for name in ("streamed_linear", "streamed_gated", "packed_linear")
+            }
+            found = llm.generate(prompts_of(*PROMPTS), GREEDY, progress=False)
+            many = {tuple(len(w) for w in call.args[1]) for call in calls["streamed_linear"].call_args_list}
+            packed = {call.args[1].shape[0] for call in calls["packed_linear"].call_args_list}
+            moe = kind == "qwen3_moe"
+            assert (16, 8, 8) in many if mode is None else packed == ({32} if moe else {32, 64}), (kind, mode)
+            assert calls["streamed_gated"].called == (mode is None and not moe)
+        if mode in (None, "w8a16"):
+            with LLM(tiny(kind), small_cache(), quantization={"quantization_mode": mode}) as llm:
+                alone = llm.generate(prompts_of(*PROMPTS), GREEDY, progress=False)
+            assert [each.token_ids for each in found] == [each.token_ids for each in alone], (kind, mode)
+        assert [each.token_ids for each in found] == [each.token_ids for each in expected], (kind, mode)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-5, atol=1e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepspeed.fusion import streamed
-from deepspeed.fusion.packed_linear import WeightPacking, pack_linears
+from deepspeed.fusion.packed_linear import WeightPacking, pack_layers
 from deepspeed.fusion.streamed import find_streams
 from deepspeed.generate import weights
 from tests.unit.generate.families import tiny
@@ -26,7 +26,7 @@ def test_joined_products(monkeypatch, kind, mode, symmetric):
     monkeypatch.setattr(streamed, "packed_linear", counted)
     model, other = tiny(kind), tiny(kind, seed=1)
     for each in (model, other):
-        pack_linears(each, WeightPacking(mode, symmetric=symmetric, exclude=("lm_head",)))
+        pack_layers(each, WeightPacking(mode, symmetric=symmetric, exclude=("lm_head",)))
     few, many = torch.arange(5)[None], torch.arange(100)[None]
     before, names = [model(ids).logits for ids in (few, many)], list(model.state_dict())
     found = [(name, swap) for name, _, swap in find_streams(model, joins=True) if "joined" in swap.kernel]
@@ -51,5 +51,5 @@ def test_joined_products(monkeypatch, kind, mode, symmetric):
 
 def test_unlike_weights_are_left_alone():
     model = tiny("llama", num_hidden_layers=1)
-    pack_linears(model, WeightPacking("w8a16"), own={"q_proj": WeightPacking("w4a16"), "up_proj": WeightPacking("fp8")})
+    pack_layers(model, WeightPacking("w8a16"), own={"q_proj": WeightPacking("w4a16"), "up_proj": WeightPacking("fp8")})
     assert not [swap for _, _, swap in find_streams(model, joins=True) if "joined" in swap.kernel]

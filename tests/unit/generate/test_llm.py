@@ -6,14 +6,16 @@ import gc
 import random
 import resource
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AttentionInterface
 
-from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError, UsageError
 from deepspeed.generate.llm import LLM, Token
 from deepspeed.generate.params import SamplingParams
 from deepspeed.generate.scheduler import RequestTooLarge
@@ -277,3 +279,54 @@ def test_closed() -> None:
     llm.close()
     with pytest.raises(UsageError, match="closed"):
         llm.submit([3])
+
+
+def test_arguments_of_other_kinds(llm: LLM) -> None:
+    """Each is an answer that says what was found; arrays of token ids are prompts."""
+    wrong: list[tuple[Any, Any, str]] = [
+        (b"abc", GREEDY, "found b'abc'"),
+        ([[3.7, 4.2]], GREEDY, r"found \[3.7, 4.2\]"),
+        ([0.5], GREEDY, r"found \[0.5\]"),
+        (None, GREEDY, "found None"),
+        ({"prompt": 1}, GREEDY, "prompts are texts, or lists of token ids"),
+        ([[3]], {"max_tokens": 2}, "params are 'max_tokens'; they must be SamplingParams"),
+        ([[3]], [{"max_tokens": 2}], "params are {'max_tokens': 2}"),
+    ]
+    for prompts, params, expected in wrong:
+        with pytest.raises(UsageError, match=expected):
+            llm.generate(prompts, params, progress=False)
+    with pytest.raises(UsageError, match="priority is 'high'"):
+        llm.submit([3], GREEDY, priority="high")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"update_weights: model.norm.weight is list"):
+        llm.update_weights({"model.norm.weight": [1.0]})  # type: ignore[dict-item]
+    expected_ids = [each.token_ids for each in llm.generate([[3, 4], [5, 6]], GREEDY, progress=False)]
+    for same in (torch.tensor([[3, 4], [5, 6]]), np.array([[3, 4], [5, 6]]), [torch.tensor([3, 4]), [5, 6]]):
+        assert [each.token_ids for each in llm.generate(same, GREEDY, progress=False)] == expected_ids
+    assert llm.generate(torch.tensor([3, 4]), GREEDY, progress=False)[0].token_ids == expected_ids[0]
+    for dtype in ("int8", torch.int8, 3):
+        with pytest.raises(UsageError, match="quantization_mode"):
+            LLM(tiny(), dtype=dtype)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="the model is None"):
+        LLM(None)
+
+
+@pytest.mark.parametrize("memory", [{}, {"device": 0}])
+def test_folders_that_are_not_whole(tmp_path: Path, memory: dict[str, Any]) -> None:
+    for name in ("lacking", "cut", "strange", "pickled"):
+        tiny().save_pretrained(tmp_path / name, max_shard_size="20KB" if name == "lacking" else "1GB")
+    shard = sorted((tmp_path / "lacking").glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=shard.name):
+        LLM(tmp_path / "lacking", memory=memory)
+    with open(tmp_path / "cut" / "model.safetensors", "r+b") as file:
+        file.truncate(3000)
+    with pytest.raises(CheckpointError, match="cut"):
+        LLM(tmp_path / "cut", memory=memory)
+    (tmp_path / "strange" / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="strange has no config of a model of Transformers"):
+        LLM(tmp_path / "strange", memory=memory)
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    torch.save({"a": partial(Path.touch, tmp_path / "ran")}, tmp_path / "pickled" / "pytorch_model.bin")
+    with pytest.raises((CheckpointError, UsageError), match="pickled"):
+        LLM(tmp_path / "pickled", memory=memory)
+    assert not (tmp_path / "ran").exists()

@@ -103,12 +103,13 @@ def test_asynchronous_steps() -> None:
     assert [each.token_ids for each in ahead] == [each.token_ids for each in plain]
 
 
-def test_deterministic() -> None:
+@pytest.mark.parametrize("mode", [None, "w8a16"])
+def test_deterministic(mode: str | None) -> None:
     """The bits of a sequence are the same alone and in a batch."""
     model = tiny()
     prompts = prompts_of(9, 4, 17, 30)
     params = SamplingParams(max_tokens=8, logprobs=0, seed=5)
-    with LLM(model, small_cache(), deterministic=True) as llm:
+    with LLM(model, small_cache(), deterministic=True, quantization={"quantization_mode": mode}) as llm:
         together = llm.generate(prompts, params, progress=False)
         alone = [llm.generate(prompt, params, progress=False)[0] for prompt in prompts]
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]

@@ -19,6 +19,7 @@ from deepspeed.inference.v2.ragged.kv_cache import BlockedKVCache
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.inference import RaggedInferenceEngineConfig, build_engine_from_ds_checkpoint, build_hf_engine
 from deepspeed.inference.v2 import SchedulingError, SchedulingResult
+from tests.unit.generate.families import tiny
 from tests.unit.inference.test_engine import ids, llama
 
 MANAGER = {
@@ -109,6 +110,16 @@ def test_serialize(folder, tmp_path, mode, memory):
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".safetensors"}
     again = build_engine_from_ds_checkpoint(str(tmp_path), config)
     torch.testing.assert_close(again.put([1], [ids(20)]), expected, atol=1e-2 if mode else 0, rtol=0)
+
+
+def test_serialize_packed_experts(tmp_path):
+    tiny("mixtral").save_pretrained(tmp_path / "model")
+    config = {"state_manager": MANAGER, "quantization": {"quantization_mode": "w8a16"}}
+    engine = build_hf_engine(str(tmp_path / "model"), config)
+    expected = engine.put([1], [ids(20)])
+    engine.serialize(str(tmp_path / "saved"))
+    again = build_engine_from_ds_checkpoint(str(tmp_path / "saved"), config)
+    torch.testing.assert_close(again.put([1], [ids(20)]), expected, atol=1e-2, rtol=0)
 
 
 def test_a_pickled_config_is_refused(tmp_path):

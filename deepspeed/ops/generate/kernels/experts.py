@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed.ops.generate.kernels.packed import form, units
 from deepspeed.ops.generate.kernels.streaming import processors
+from deepspeed.ops.generate.packed_weight import UNIT, ExpertWeight, PackedWeight
 from deepspeed.ops.model.kernels.common import KINDS, act, after_others, cdiv, next_power, overlaps
 from deepspeed.ops.precompile import launch
 
@@ -95,10 +97,51 @@ def _routed(
         tl.store(place, total.to(y_ptr.dtype.element_ty), mask=there[None, :] & (out < outs)[:, None])
 
 
-def route(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, shares: Tensor, kind: str) -> Tensor:
+@triton.jit
+def _routed_packed(
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, order_ptr, expert_ptr, shares_ptr, y_ptr, x_row, w_row, groups, per_group,
+    rows, outs, inner, per_row,
+    GATED: tl.constexpr, KIND: tl.constexpr, SINGLE: tl.constexpr, WHOLE: tl.constexpr, MODE: tl.constexpr,
+    BYTES: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The same with packed weights."""
+    after_others(PDL)
+    block, first = tl.program_id(0), tl.program_id(1) * OUT
+    expert = tl.load(expert_ptr + block).to(tl.int64)
+    if expert >= 0:
+        out, row = first + tl.arange(0, OUT), tl.arange(0, ROWS)
+        if SINGLE:
+            pair = tl.where(row == 0, block, -1)
+        else:
+            pair = tl.load(order_ptr + block * ROWS + row)
+        there = pair >= 0
+        pair = tl.maximum(pair, 0)
+        line = expert * outs * (2 if GATED else 1) + tl.minimum(out, outs - 1)
+        total = units(
+            w_ptr, w_row, line, scales_ptr, zeros_ptr, x_ptr, x_row, pair // per_row, rows, inner, groups, per_group,
+            0, tl.cdiv(inner, 128), MODE, BYTES, GROUPED, ZEROS, OUT, ROWS, WHOLE, PDL,
+        )  # fmt: skip
+        type: tl.constexpr = x_ptr.dtype.element_ty
+        total = total.to(type).to(tl.float32)  # as products by themselves are rounded
+        if GATED:
+            up = units(
+                w_ptr, w_row, line + outs, scales_ptr, zeros_ptr, x_ptr, x_row, pair // per_row, rows, inner, groups,
+                per_group, 0, tl.cdiv(inner, 128), MODE, BYTES, GROUPED, ZEROS, OUT, ROWS, WHOLE, PDL,
+            )  # fmt: skip
+            total = act(total, KIND)[0] * up.to(type).to(tl.float32)
+        else:
+            total *= tl.load(shares_ptr + pair).to(tl.float32)[None, :]
+        place = y_ptr + pair.to(tl.int64)[None, :] * outs + out[:, None]
+        tl.store(place, total.to(y_ptr.dtype.element_ty), mask=there[None, :] & (out < outs)[:, None])
+
+
+def route(
+    x: Tensor, gate_up: ExpertWeight, down: ExpertWeight, chosen: Tensor, shares: Tensor, kind: str
+) -> Tensor:  # fmt: skip
     """See `routed_experts`: three launches and a sum."""
     tokens, each = chosen.shape
-    experts, pairs = len(gate_up), tokens * each
+    pairs, experts = tokens * each, len(down) if isinstance(down, Tensor) else down.shape[0] // x.shape[1]
     chosen, shares, x = chosen.contiguous(), shares.contiguous(), x.contiguous()
     if tokens == 1:
         most, expert, order = pairs, chosen, chosen
@@ -112,16 +155,29 @@ def route(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, shares: Tens
             PAIRS=next_power(pairs), EXPERTS=next_power(experts), BLOCKS=next_power(most), ROWS=_ROWS, num_warps=8,
             **overlaps(x.device),
         )  # fmt: skip
-    inner = down.shape[2]
-    middle = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    found = torch.empty(pairs, down.shape[1], dtype=torch.float32, device=x.device)
+    middle = torch.empty(pairs, down.shape[-1], dtype=x.dtype, device=x.device)
+    found = torch.empty(pairs, x.shape[1], dtype=torch.float32, device=x.device)
     for rows, weight, result, per_row in ((x, gate_up, middle, each), (middle, down, found, 1)):
         outs, width = result.shape[1], rows.shape[1]
         out = 32 if most * cdiv(outs, 64) < 2 * processors(x.device) else 64
-        launch(
-            _routed, (most, cdiv(outs, out)),
-            rows, weight, order, expert, shares, result, rows.stride(0), weight.stride(0), weight.stride(1), outs,
-            width, per_row, GATED=weight is gate_up, KIND=KINDS[kind], SINGLE=tokens == 1, WHOLE=width % 128 == 0,
-            OUT=out, INNER=128, ROWS=_ROWS, num_warps=4, num_stages=3, **overlaps(x.device),
-        )  # fmt: skip
+        grid = most, cdiv(outs, out)
+        routed = order, expert, shares, result
+        options = {
+            "GATED": weight is gate_up, "KIND": KINDS[kind], "SINGLE": tokens == 1, "WHOLE": width % 128 == 0,
+            "OUT": out, "ROWS": _ROWS, "num_warps": 4, "num_stages": 3, **overlaps(x.device),
+        }  # fmt: skip
+        if isinstance(weight, PackedWeight):
+            zeros = weight.data if weight.zeros is None else weight.zeros
+            launch(
+                _routed_packed, grid,
+                rows, weight.data, weight.scales, zeros, *routed, rows.stride(0), weight.data.stride(0),
+                weight.scales.shape[1], max(1, weight.group_size // UNIT), len(rows), outs, width, per_row,
+                **form(weight), **options,
+            )  # fmt: skip
+        else:
+            launch(
+                _routed, grid,
+                rows, weight, *routed, rows.stride(0), weight.stride(0), weight.stride(1), outs, width, per_row,
+                INNER=128, **options,
+            )  # fmt: skip
     return found.view(tokens, each, -1).sum(1).to(x.dtype)

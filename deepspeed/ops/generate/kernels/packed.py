@@ -149,21 +149,13 @@ def _unit(
 
 
 @triton.jit
-def _packed(
-    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr,
-    rows, inner, outs, x_row, w_row, groups, per_group, steps,
-    MODE: tl.constexpr, BYTES: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-    PARTS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+def units(
+    w_ptr, w_row, line, scales_ptr, zeros_ptr, x_ptr, x_row, row, rows, inner, groups, per_group, begin, end,
+    MODE: tl.constexpr, BYTES: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr, OUT: tl.constexpr,
+    ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    turn = tl.program_id(1)
-    first, top = tile * OUT, turn * ROWS
-    out, row = first + tl.arange(0, OUT), top + tl.arange(0, ROWS)
-    line = tl.minimum(out, outs - 1)
+    """[OUT, ROWS] float32: lines of a packed weight times rows of x, over the units [begin, end)."""
     w_at = w_ptr + line.to(tl.int64) * w_row
-    begin = part * steps
-    end = tl.minimum(begin + steps, tl.cdiv(inner, 128))
-    after_others(PDL)
     total = tl.zeros((OUT, ROWS), dtype=tl.float32)
     offset: tl.constexpr = 128.0 if MODE == 8 else 0.0
     group = line * groups + (begin // per_group if GROUPED else 0)
@@ -190,6 +182,28 @@ def _packed(
         total *= scale.to(tl.float32)[:, None]
     if MODE == 6:
         total *= 4096.0
+    return total
+
+
+@triton.jit
+def _packed(
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr,
+    rows, inner, outs, x_row, w_row, groups, per_group, steps,
+    MODE: tl.constexpr, BYTES: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
+    PARTS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    turn = tl.program_id(1)
+    first, top = tile * OUT, turn * ROWS
+    out, row = first + tl.arange(0, OUT), top + tl.arange(0, ROWS)
+    line = tl.minimum(out, outs - 1)
+    begin = part * steps
+    end = tl.minimum(begin + steps, tl.cdiv(inner, 128))
+    after_others(PDL)
+    total = units(
+        w_ptr, w_row, line, scales_ptr, zeros_ptr, x_ptr, x_row, row, rows, inner, groups, per_group, begin, end,
+        MODE, BYTES, GROUPED, ZEROS, OUT, ROWS, WHOLE, PDL,
+    )  # fmt: skip
     if MODE == 2:
         total *= tl.load(zeros_ptr + row, mask=row < rows, other=0.0)[None, :]
     last = part >= 0
@@ -200,6 +214,13 @@ def _packed(
         if PARTS > 1:
             total = together(partial_ptr, tile, PARTS, OUT, ROWS)
         put(y_ptr + top.to(tl.int64) * outs, bias_ptr, total, first, rows - top, outs, BIAS, OUT, ROWS)
+
+
+def form(packed: PackedWeight) -> dict[str, int]:
+    """How `units` finds the numbers of a weight."""
+    mode = _MODES[packed.mode]
+    width = UNIT * (8 if packed.mode == "fp8" else mode) // 8
+    return {"MODE": mode, "BYTES": width, "GROUPED": packed.group_size > 0, "ZEROS": packed.zeros is not None}
 
 
 def multiply(
@@ -216,8 +237,8 @@ def multiply(
     found = torch.empty(rows, outs, dtype=dtype or x.dtype, device=x.device)
     narrow = max(16, min(_WIDEST, next_power(rows)))
     tiles, turns = cdiv(outs, tile.out), cdiv(rows, narrow)
-    units = cdiv(inner, UNIT)
-    parts, steps = parts_of(tiles, units, processors(x.device)) if turns == 1 else (1, units)
+    count = cdiv(inner, UNIT)
+    parts, steps = parts_of(tiles, count, processors(x.device)) if turns == 1 else (1, count)
     zeros = x_scale if packed.zeros is None else packed.zeros
     launch(
         _packed, (tiles * parts, turns),
@@ -225,9 +246,7 @@ def multiply(
         found if bias is None else bias, found, *scratch(tiles, parts, tile, narrow, x),
         rows, inner, outs, x.stride(0), packed.data.stride(0), packed.scales.shape[1],
         max(1, packed.group_size // UNIT), steps,
-        MODE=_MODES[packed.mode] if x_scale is None else 2,
-        BYTES=UNIT * (8 if packed.mode == "fp8" else _MODES[packed.mode]) // 8,
-        GROUPED=packed.group_size > 0, ZEROS=packed.zeros is not None, BIAS=bias is not None, PARTS=parts,
+        **(form(packed) | ({} if x_scale is None else {"MODE": 2})), BIAS=bias is not None, PARTS=parts,
         OUT=tile.out, ROWS=narrow, WHOLE=inner % UNIT == 0, num_warps=tile.warps, num_stages=tile.stages,
         **overlaps(x.device),
     )  # fmt: skip

@@ -84,6 +84,26 @@ def test_routed_experts(tokens, each, experts, kind):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("mode", "symmetric", "group"),
+    [("w8a16", True, 0), ("w8a16", False, 128), ("w4a16", True, 128), ("w4a16", False, 0), ("wf6af16", True, 0),
+     ("fp8", True, 0)],
+)  # fmt: skip
+@pytest.mark.parametrize(("tokens", "each", "experts"), [(1, 3, 5), (19, 2, 3), (70, 1, 20)])
+def test_packed_experts(mode, symmetric, group, tokens, each, experts):
+    """Beside products with widened weights: one token, several blocks of an expert, more than a launch takes."""
+    x, width, inner = numbers(tokens, 144, dtype=HALF) * 0.1, 144, 48
+    shapes = (experts, 2 * inner, width), (experts, width, inner)
+    packed = [pack(numbers(*shape, seed=at).flatten(0, 1), mode, group, symmetric) for at, shape in enumerate(shapes)]
+    wide = [unpack(each, HALF).view(shape) for each, shape in zip(packed, shapes, strict=True)]
+    chosen = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0)).topk(each).indices.to(DEVICE)
+    shares = torch.softmax(numbers(tokens, each, seed=2), -1).to(HALF)
+    expected = routed_experts_reference(x, *wide, chosen, shares, "silu")
+    close(routed_experts_reference(x, *packed, chosen, shares, "silu"), expected)
+    close(routed_experts_triton(x, *packed, chosen, shares, "silu"), expected, 2e-2)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_experts_of_a_model(monkeypatch, kind):
     """Few tokens take the kernel, more the model's own way, and experts that compute in another way are left."""
