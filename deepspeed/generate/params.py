@@ -14,7 +14,7 @@ from deepspeed.errors import UsageError, printable
 MAX_N = 1024
 MAX_LOGPROBS = 20  # each asks for the most probable tokens of every position
 _SEEDS = (-(2**63), 2**63 - 1)
-_SMALLEST, _LARGEST = 1e-6, 1e30  # what divides and multiplies logits of 32 bits
+_SMALLEST, _LARGEST = 1e-30, 1e30  # what divides and multiplies logits of 32 bits
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,12 @@ _HALVES = (("lora_A", "lora_weight_1"), ("lora_B", "lora_weight_2"))
 
 
 def _layers(model: nn.Module, caller: str) -> dict[str, LoRAOptimizedLinear]:
+    stages = getattr(model, "num_stages", 1)
+    if callable(getattr(model, "mpu", None)) and stages > 1:
+        raise UsageError(
+            f"{caller}: each of {stages} pipeline stages has the adapters of its own layers alone, and files of PEFT "
+            "have those of a whole model; use engine.save_checkpoint and load_checkpoint"
+        )
     found = {
         name: each for name, each in model.named_modules() if isinstance(each, LoRAOptimizedLinear) and each.initialized
     }

@@ -60,10 +60,9 @@ def _wide(*tensors: Tensor) -> torch.dtype:
 
 def _grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """The tensors by device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(groups.values())
+    tensors = list(tensors)
+    kinds = dict.fromkeys([(tensor.device, tensor.dtype) for tensor in tensors])
+    return [[tensor for tensor in tensors if (tensor.device, tensor.dtype) == kind] for kind in kinds]
 
 
 def _check_order(p: float) -> None:

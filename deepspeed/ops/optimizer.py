@@ -145,7 +145,7 @@ class BatchOptimizer(MomentKeeper):
                         "(nn.Embedding(sparse=False)), or use torch.optim.SparseAdam or DeepSpeedCPUAdagrad, which "
                         "take those of torch.sparse_coo"
                     )
-                if not param.is_floating_point():
+                if not param.dtype.is_floating_point:
                     raise TypeError(
                         f"{type(self).__name__} updates floating-point parameters, found {param.dtype} of shape "
                         f"{tuple(param.shape)}"

@@ -191,7 +191,7 @@ class ZeroModel:
         """Where parameters are gathered, let gradients leave by their passes: [Note: gradients leave by the plan]."""
         coordinator = self.coordinator
         if coordinator is not None and self.hooks is not None and self.hooks.handles:
-            self.reducer.arrivals.clock = lambda: coordinator.schedule.position
+            self.reducer.arrivals.clock = coordinator.schedule
             coordinator.schedule.departing = self.reducer
 
 

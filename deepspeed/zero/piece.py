@@ -66,7 +66,9 @@ class StatePiece:
     @property
     def separate(self) -> bool:
         """True if the master is a copy, in another dtype or another tier."""
-        return self.arena is not None or self.master.data_ptr() != self.source.data_ptr()
+        if self.arena is not None or self.master.dtype != self.source.dtype:
+            return True
+        return self.master.data_ptr() != self.source.data_ptr()
 
     def leave(self, arena: OffloadedTile, master: Tensor, home: Tensor) -> None:
         """Live in another tier: `master`, shaped like the old one and filled, and `home` for the gradient."""
@@ -174,13 +176,12 @@ def hand_over(pieces: Sequence[StatePiece], lines: dict[Hashable, Tensor], *, na
             wanted = grad.dtype
             piece.gradient = grad
         storage = grad.untyped_storage()
-        key = (storage.data_ptr(), wanted)
-        line = lines.get(key)
-        if line is None:
-            line = lines[key] = grad.new_empty(0).set_(storage).to(wanted)
+        key = (storage._cdata, wanted)
+        if key not in lines:
+            lines[key] = grad.new_empty(0).set_(storage).to(wanted)
         if stays:
             continue
         if grad.dtype != wanted:
             at = int(grad.storage_offset())
-            grad = line[at : at + grad.numel()]
-        master.grad = grad if grad.dim() == master.dim() else grad.view(master.shape)
+            grad = lines[key][at : at + grad.numel()]
+        master.grad = grad if grad.ndim == master.ndim else grad.view(master.shape)

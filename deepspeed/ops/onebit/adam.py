@@ -46,7 +46,13 @@ class OnebitAdam(OneBitOptimizer):
         refused = {"eps_inside_sqrt": eps_inside_sqrt, "max_grad_norm": max_grad_norm, "amsgrad": amsgrad}
         self.freeze_step = freeze_step
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        self._begin_as(params, defaults | {"weight_decay": weight_decay}, refused, comm_backend_name)
+        self._begin_as(
+            params,
+            defaults | {"weight_decay": weight_decay},
+            refused,
+            comm_backend_name,
+            {"freeze_step": (freeze_step, 0)},
+        )
 
     @property
     def local(self) -> bool:

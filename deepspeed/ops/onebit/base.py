@@ -63,8 +63,19 @@ class OneBitOptimizer(DeviceOptimizer):
     steps: int = 0
     """Taken so far."""
 
-    def _begin_as(self, params: Any, defaults: dict[str, Any], refused: Mapping[str, Any], backend: str) -> None:
+    def _begin_as(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        refused: Mapping[str, Any],
+        backend: str,
+        least: Mapping[str, tuple[float, int]],
+    ) -> None:
+        """`least`: whole numbers, and the least that each may be."""
         name = type(self).__name__
+        for key, (count, least_count) in least.items():
+            if not isinstance(count, (int, float)) or count % 1 or count < least_count:
+                raise ValueError(f"{name}: {key} is {count!r}; expected a whole number of at least {least_count}")
         for key, value in refused.items():
             if value:
                 raise RuntimeError(f"{name}: {key} is {value!r}, but it has no such variant; leave the argument out")

@@ -59,7 +59,14 @@ class OnebitLamb(OneBitOptimizer):
         rates = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         bounds = {"max_coeff": max_coeff, "min_coeff": min_coeff, "coeff_beta": coeff_beta}
         factors = {"factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold}
-        self._begin_as(params, rates | bounds | factors, refused, comm_backend_name)
+        if not 0 <= coeff_beta < 1:
+            raise ValueError(f"OnebitLamb: coeff_beta is {coeff_beta}; expected a share in [0, 1)")
+        for low, high in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
+            least, most = (bounds | factors)[low], (bounds | factors)[high]
+            if not 0 <= least <= most:
+                raise ValueError(f"OnebitLamb: {low} is {least} and {high} {most}; expected 0 <= {low} <= {high}")
+        whole = {"freeze_step": (freeze_step, 0)}
+        self._begin_as(params, rates | bounds | factors, refused, comm_backend_name, whole)
 
     @property
     def local(self) -> bool:

@@ -66,7 +66,13 @@ class ZeroOneAdam(OneBitOptimizer):
         self.schedule = dict(_FIRST)
         """The intervals and how far they are; each parameter's state says the same."""
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
-        self._begin_as(params, defaults | {"weight_decay": weight_decay}, refused, comm_backend_name)
+        whole = {
+            "var_freeze_step": (var_freeze_step, 0),
+            "var_update_scaler": (var_update_scaler, 1),
+            "local_step_scaler": (local_step_scaler, 1),
+            "local_step_clipper": (local_step_clipper, 1),
+        }
+        self._begin_as(params, defaults | {"weight_decay": weight_decay}, refused, comm_backend_name, whole)
 
     @property
     def frozen(self) -> bool:

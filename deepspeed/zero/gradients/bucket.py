@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -41,8 +41,9 @@ class Bucket:
         self._world, self._rank = first.reduction.size, first.reduction.rank
         self.share: Share
         self.cuts: list[Cut] = []
-        self._order: list[tuple[int, int, slice]] = []
-        """(owner, place of the entry, its elements of it) as they lie in what is sent."""
+        self._runs: list[tuple[int, list[tuple[int, slice]]]] = []
+        """Owners, each with the (place of an entry, its elements of it), as they lie in what is sent."""
+        self._ids = [id(entry.param) for entry in entries]
         self._line = False
         self._even = bool(first.chunk)
         self._by_rows: list[bool] = []
@@ -61,7 +62,7 @@ class Bucket:
     def pack(self) -> tuple[Tensor, list[int]]:
         """Take the gradients and lay them out flat; and the ids of the parameters that have some."""
         grads = [entry.take() if entry.take is not None else None for entry in self.entries]
-        had = [id(entry.param) for entry, grad in zip(self.entries, grads, strict=True) if grad is not None]
+        had = [each for each, grad in zip(self._ids, grads, strict=True) if grad is not None]
         return self._lay(grads), had
 
     def _lay(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -76,8 +77,8 @@ class Bucket:
         if len(flats) == 1 and not self._pads:
             return flats[0]
         lines: list[Tensor] = []
-        for owner, run in groupby(self._order, key=lambda item: item[0]):
-            lines += [flats[place][part] for _, place, part in run]
+        for owner, run in self._runs:
+            lines += [flats[place][part] for place, part in run]
             if self._pads.get(owner):
                 lines.append(torch.zeros(self._pads[owner], dtype=self.dtype, device=self.device))
         return torch.cat(lines)
@@ -117,24 +118,16 @@ class Bucket:
             mine = mine.to(self.accumulate)
         if cuts[0][0].home is None and mine.untyped_storage().nbytes() > mine.nbytes:
             mine = mine.clone()  # a slice of what was sent; the rest of it is not needed any more
-        olds: list[Tensor] = []
-        added: list[Tensor] = []
-        homes: list[Tensor] = []
-        moved: list[Tensor] = []
-        for (piece, _), part in zip(cuts, _parts(mine, cuts), strict=True):
-            if piece.gradient is not None:
-                olds.append(piece.gradient)
-                added.append(part)
-            elif piece.home is None:
-                piece.gradient = part
-            else:
-                homes.append(piece.home)
-                moved.append(part)
-                piece.gradient = piece.home
+        came = [(piece, part) for (piece, _), part in zip(cuts, _parts(mine, cuts), strict=True)]
+        added = [(piece.gradient, part) for piece, part in came if piece.gradient is not None]
+        moved = [(piece.home, part) for piece, part in came if piece.gradient is None and piece.home is not None]
+        for piece, part in came:
+            if piece.gradient is None:
+                piece.gradient = part if piece.home is None else piece.home
         if moved:
-            torch._foreach_copy_(homes, moved)
+            torch._foreach_copy_([home for home, _ in moved], [part for _, part in moved])
         if added:
-            torch._foreach_add_(olds, added)
+            torch._foreach_add_([old for old, _ in added], [part for _, part in added])
 
     @property
     def leaves(self) -> bool:
@@ -163,10 +156,12 @@ class Bucket:
         if len({owner for owner, _, _ in order}) > self.reduction.few:
             self._lay_line()
             return
-        self._order = sorted(order, key=lambda item: item[0])
+        order.sort(key=lambda item: item[0])
+        runs = groupby(order, key=lambda item: item[0])
+        self._runs = [(owner, [(place, part) for _, place, part in run]) for owner, run in runs]
         lengths: dict[int, int] = {}
         parts: dict[int, list[SharePart]] = {}
-        for owner, place, part in self._order:
+        for owner, place, part in order:
             at = lengths.get(owner, 0)
             parts.setdefault(owner, []).append(SharePart(self.entries[place].name, at, part.stop - part.start))
             lengths[owner] = at + part.stop - part.start
@@ -202,13 +197,11 @@ def label(entries: Sequence[BucketEntry]) -> str:
 
 def _parts(mine: Tensor, cuts: Sequence[Cut]) -> Sequence[Tensor]:
     """What each piece gets of it; by one operation where they lie side by side."""
-    sizes, at = [], 0
-    for _, part in cuts:
-        if part.start != at:
-            return [mine[each] for _, each in cuts]
-        sizes.append(part.stop - at)
-        at = part.stop
-    parts: Sequence[Tensor] = mine[:at].split(sizes)
+    sizes = [part.stop - part.start for _, part in cuts]
+    ends = list(accumulate(sizes))
+    if ends != [part.stop for _, part in cuts]:
+        return [mine[part] for _, part in cuts]
+    parts: Sequence[Tensor] = mine[: ends[-1]].split(sizes)
     return parts
 
 
@@ -288,7 +281,6 @@ class BucketsInFlight:
         """These leave from now on."""
         self._buckets = [Bucket(entries) for entries in buckets]
 
-    @torch.no_grad()
     def send(self, place: int, ask: Callable[[], Pending[Tensor] | None]) -> list[int]:
         """A bucket leaves for its owners; returns the ids of the parameters of which there was a gradient.
 
@@ -313,6 +305,7 @@ class BucketsInFlight:
         self._flying.append(flight)
         return had
 
+    @torch.no_grad()
     def land(self) -> None:
         """All that was sent lies with its owners; what left the device is there for the host to read."""
         while self._flying:
@@ -328,7 +321,6 @@ class BucketsInFlight:
                 flight.landed.wait()
         self._flying.clear()
 
-    @torch.no_grad()
     def _land(self, flight: _Flight) -> None:
         pending, flight.pending = flight.pending, None
         if pending is not None:

@@ -73,7 +73,6 @@ class BucketOrder:
         self._budget = budget
         self._end = len(buckets) - kept
         self._home = {each: place for place, bucket in enumerate(buckets) for each in bucket}
-        self._counts: dict[int, int] = {}
         self._missing: list[int] = []
         self._left: dict[int, int] = {}
         self.next = len(buckets)
@@ -108,9 +107,12 @@ class BucketOrder:
 
     def expect(self, counts: Mapping[int, int] | None) -> None:
         """A backward begins in which each parameter arrives so often; None: each once."""
-        self._counts = dict.fromkeys(self._home, 1) if counts is None else dict(counts)
-        self._left = dict(self._counts)
-        self._missing = [sum(self._counts.get(each, 0) for each in bucket) or _NEVER for bucket in self._buckets]
+        self._left = dict.fromkeys(self._home, 1) if counts is None else dict(counts)
+        missing = [0] * len(self._buckets)
+        for each, count in self._left.items():
+            if each in self._home:
+                missing[self._home[each]] += count
+        self._missing = [count or _NEVER for count in missing]
         self.next = 0
         self.sequence = []
         self.forced = self.blocked = 0
@@ -130,9 +132,8 @@ class BucketOrder:
         if each not in self._here:
             self._here.add(each)
             self.waiting += self._sizes[each]
-        left = self._left.get(each, 0)
-        if left:
-            self._left[each] = left - 1
+        if self._left.get(each):
+            self._left[each] -= 1
             self._missing[place] -= 1
         if self.early and self.next < self._end and (self.waiting > self._budget or not self._missing[self.next]):
             self._depart()
@@ -192,9 +193,8 @@ class BucketOrder:
     def _leave(self) -> None:
         place = self.next
         self.next += 1
-        for each in self._buckets[place]:
-            if each in self._here:
-                self._here.discard(each)
-                self.waiting -= self._sizes[each]
-        self.late.difference_update(self._buckets[place])  # what came late before goes now
+        bucket = self._buckets[place]
+        self.waiting -= sum(map(self._sizes.__getitem__, self._here.intersection(bucket)))
+        self._here.difference_update(bucket)
+        self.late.difference_update(bucket)  # what came late before goes now
         self._go(place)

@@ -13,7 +13,7 @@ With hundreds of tiny layers, ten microseconds per parameter are a tenth of a st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,12 @@ from deepspeed.zero.gradients.bucket_order import BucketOrder
 
 # The number of the backward that is running in this thread, -1 outside one; nested ones have their own.
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class PassClock(Protocol):
+    """Tells how far a pass is."""
+
+    position: int
 
 
 class GradientHooks:
@@ -38,7 +44,7 @@ class GradientHooks:
         self._reentrant = False
         self._task = -1
         self.departures = BucketOrder((), (), launch, budget=0)
-        self.clock: Callable[[], int] | None = None
+        self.clock: PassClock | None = None
         """Where the pass is; if there is one, buckets leave when it says so and not when they are complete."""
         self.notice: Callable[[], None] | None = None
         """Called when a gradient arrives in a backward that nobody has announced."""
@@ -74,7 +80,7 @@ class GradientHooks:
                 self._note(name, number)
                 return
             if self.clock is not None:
-                self.departures.positions[number] = self.clock()
+                self.departures.positions[number] = self.clock.position
             self.departures.arrive(number)
 
         self._handles.append(param.register_post_accumulate_grad_hook(arrived))

@@ -385,14 +385,16 @@ class GradientReducer:
             self._rebuild()
         return _Learned(positions)
 
-    def until(self, learned: _Learned, step: int) -> int:
-        """How many buckets leave before a step of a plan: those of which everything came before it."""
+    def depart_before(self, learned: _Learned, step: int) -> None:
+        """Let the buckets leave that leave before a step of a plan: those of which everything came before it."""
         if learned.version != self._version:
             learned.version, learned.places, known = self._version, [], learned.positions
             if len(known) == len(self._entries):  # else others are trained now: everything leaves at the end
                 last = (max(known[self._number[id(p.param)]] for p in bucket) for bucket in self.buckets)
                 learned.places = list(accumulate(last, max))
-        return bisect_right(learned.places, step)
+        places, gone = learned.places, self.arrivals.departures.next
+        if gone < len(places) and places[gone] <= step:
+            self.arrivals.depart(bisect_right(places, step))
 
     # ---- buckets on their way
 

@@ -10,7 +10,7 @@ until the next optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,9 @@ class FetchCoordinator:
         """The kinds of forward with gradients since the last backward."""
         self.stack: list[tuple[ModuleUse, tuple[Shard, ...]]] = []
         """The modules that run inside each other, with what they hold."""
-        self._backward: dict[ModuleUse, set[Shard]] = {}
+        self._backward: dict[ModuleUse, dict[Shard, None]] = {}
         """The uses of which backward is running, with what they hold."""
-        self._holders: dict[Shard, set[ModuleUse]] = {}
+        self._holders: dict[Shard, tuple[ModuleUse, ...]] = {}
         """The same by shard."""
         self._inputs_done: set[ModuleUse] = set()
         self._recomputed: dict[ModuleUse, list[Shard]] = {}
@@ -94,24 +94,26 @@ class FetchCoordinator:
 
     # ---- forward: modules run inside each other
 
-    def enter(self, use: ModuleUse) -> None:
-        """A module begins to run."""
-        if not self.schedule.running:
+    def enter(self, use: ModuleUse) -> bool:
+        """A module begins to run; True if it trains not all of its parameters."""
+        schedule, trains = self.schedule, True
+        if not self.stack and not schedule.key:
             self.bring_back()
-            self.schedule.open(("forward", use.number, *self.kind, torch.is_grad_enabled()), use)
-        self.schedule.need(use)
-        shards, number = tuple(use.shards), use.number
+            schedule.open(("forward", use.number, *self.kind, torch.is_grad_enabled()), use)
+        schedule.need(use)
+        shards = use.shards
+        _hold(use, shards)
         for shard in shards:
-            shard.holds += 1
-            shard.users.add(number)
+            trains = trains and shard.param.requires_grad
         self.stack.append((use, shards))
+        return not trains
 
     def leave(self, use: ModuleUse) -> None:
         """A module has run, or failed."""
         if self.in_backward:
             self._keep_frozen(use)
-        if self._pop(use) and not self.stack and not self.in_backward and self.schedule.running:
-            if self.schedule.grad:
+        if self._pop(use) and not self.stack and not self.in_backward and self.schedule.key:
+            if self.schedule.key[-1] is True:
                 self._forwards.add(self.schedule.key)
             self.schedule.close()
 
@@ -121,8 +123,7 @@ class FetchCoordinator:
             return False
         while True:
             top, shards = self.stack.pop()
-            for shard in shards:
-                _loosen(top, shard)
+            _loosen(top, shards)
             self.schedule.left(top, shards)
             if top is use:
                 return True
@@ -140,7 +141,7 @@ class FetchCoordinator:
         use, held = self.stack[-1]
         self.schedule.need(use, shard if shard not in use.shards else None)
         if shard not in held:
-            _hold(use, shard)
+            _hold(use, (shard,))
             self.stack[-1] = use, (*held, shard)
 
     def hand_over(self, use: ModuleUse, shard: Shard) -> None:
@@ -149,7 +150,7 @@ class FetchCoordinator:
         if caller is not None and shard not in caller.shards:
             self.schedule.need(caller, shard)
             place = next(i for i, (top, _) in enumerate(self.stack) if top is caller)
-            _hold(caller, shard)
+            _hold(caller, (shard,))
             self.stack[place] = caller, (*self.stack[place][1], shard)
 
     # ---- backward: modules wait for the gradients of their parameters
@@ -180,11 +181,13 @@ class FetchCoordinator:
                 self.notice()
             self.begin_backward()
         held = self._backward.get(use)
-        if not held or not held.issuperset(use.shards):  # else told by another output or another call of it
+        if not held or not held.keys() >= set(use.shards):  # else told by another output or another call of it
             self.schedule.need(use)
             self._keep(use)
-        self._release_frozen(use)
-        self.keep_until_step(use.shards if recorded else ())
+        if use in self._recomputed:
+            self._release_frozen(use)
+        if recorded:
+            self.keep_until_step(use.shards)
 
     def keep_until_step(self, shards: Iterable[Shard]) -> None:
         """These stay whole until the next optimizer step."""
@@ -194,12 +197,12 @@ class FetchCoordinator:
                 shard.holds += 1
 
     def _keep(self, use: ModuleUse) -> None:
-        held = self._backward.setdefault(use, set())
-        for shard in use.shards:
-            if shard not in held:
-                held.add(shard)
-                self._holders.setdefault(shard, set()).add(use)
-                _hold(use, shard)
+        held, holders = self._backward.setdefault(use, {}), self._holders
+        missing = [shard for shard in use.shards if shard not in held]
+        _hold(use, missing)
+        for shard in missing:
+            held[shard] = None
+            holders[shard] = (*holders[shard], use) if shard in holders else (use,)
 
     def _keep_frozen(self, use: ModuleUse) -> None:
         """A module was recomputed in backward: what it does not train stays whole until its own backward.
@@ -235,8 +238,10 @@ class FetchCoordinator:
 
     def gradient_arrived(self, shard: Shard) -> None:
         """Every use of a trained parameter in this backward is over: its gradient is there."""
-        holders: Collection[ModuleUse] = self._holders.get(shard, ())
-        for use in sorted(holders, key=lambda use: use.number) if len(holders) > 1 else tuple(holders):
+        if shard not in self._holders:
+            return
+        holders = self._holders[shard]
+        for use in sorted(holders, key=lambda use: use.number) if holders[1:] else holders:
             self._drop(use, (shard,))
             if use in self._inputs_done:
                 self._drop_frozen(use)
@@ -282,11 +287,13 @@ class FetchCoordinator:
             self._drop(use, tuple(held))
 
     def _drop(self, use: ModuleUse, shards: tuple[Shard, ...]) -> None:
-        held = self._backward[use]
+        held, all_holders = self._backward[use], self._holders
         for shard in shards:
-            held.discard(shard)
-            self._holders[shard].discard(use)
-            _loosen(use, shard)
+            del held[shard]
+            holders = all_holders.pop(shard)
+            if holders[1:]:
+                all_holders[shard] = tuple(other for other in holders if other is not use)
+        _loosen(use, shards)
         if held:
             self.schedule.loosened(use, shards)
         else:
@@ -295,11 +302,14 @@ class FetchCoordinator:
             self.schedule.left(use, use.shards)
 
 
-def _hold(use: ModuleUse, shard: Shard) -> None:
-    shard.holds += 1
-    shard.users.add(use.number)
+def _hold(use: ModuleUse, shards: Iterable[Shard]) -> None:
+    for shard in shards:
+        shard.holds += 1
+        shard.users[use.number] = None
 
 
-def _loosen(use: ModuleUse, shard: Shard) -> None:
-    shard.holds -= 1
-    shard.users.discard(use.number)
+def _loosen(use: ModuleUse, shards: Iterable[Shard]) -> None:
+    for shard in shards:
+        shard.holds -= 1
+        if use.number in shard.users:
+            del shard.users[use.number]

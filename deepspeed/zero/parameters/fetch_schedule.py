@@ -29,6 +29,7 @@ from deepspeed.zero.parameters.uses import ModuleUse
 if TYPE_CHECKING:
     from deepspeed.zero.gradients.hooks import GradientHooks
 
+_NOTHING: frozenset[int] = frozenset()
 _PATIENCE = 3  # plans that did not fit, after which a kind of pass is asked for every time
 
 
@@ -48,8 +49,8 @@ class LeavingBuckets(Protocol):
     def learn(self, agreement: RankAgreement) -> Any:
         """After a backward in which ranks asked: the first rank's order, from now on; returns when buckets leave."""
 
-    def until(self, learned: Any, step: int) -> int:
-        """How many buckets leave before a step of a plan, by what `learn` returned."""
+    def depart_before(self, learned: Any, step: int) -> None:
+        """Let the buckets leave that leave before a step of a plan, by what `learn` returned."""
 
 
 @dataclass
@@ -57,6 +58,8 @@ class _Pass:
     """Where a running pass is."""
 
     key: tuple[object, ...]
+    backward: bool
+    serves: GatherFor
     plan: FetchPlan | None
     learned: Any = None
     next: int = 0
@@ -105,6 +108,8 @@ class FetchSchedule:
         """What neighbours keep of parameters; ranks agree in each pass whether it is good."""
         self.gathers = 0
         """Parameters gathered so far."""
+        self.position = 0
+        """How many uses all ranks have come to in the pass that runs."""
 
     # ---- what is used
 
@@ -119,7 +124,7 @@ class FetchSchedule:
         self._known.clear()
         self._partly_used.clear()
         self.uses.clear()
-        self._pass = None
+        self._pass, self.position = None, 0
 
     def split_blocks(self) -> None:
         """No graph is left: blocks of which ranks did not use all are one use no more; see [Note: joined blocks]."""
@@ -141,25 +146,9 @@ class FetchSchedule:
         return sum(s.numel for s in self._shards.values() if (s.whole or s.pending) and not s.persistent)
 
     @property
-    def running(self) -> bool:
-        """True inside a pass."""
-        return self._pass is not None
-
-    @property
-    def grad(self) -> bool:
-        """True if the pass that runs is a forward with gradients."""
-        return self._pass is not None and self._pass.key[-1] is True
-
-    @property
     def key(self) -> tuple[object, ...]:
-        """What kind of pass runs."""
+        """What kind of pass runs; the last of it is True in a forward with gradients. Empty outside of passes."""
         return () if self._pass is None else self._pass.key
-
-    @property
-    def position(self) -> int:
-        """How many uses all ranks have come to in the pass that runs."""
-        now = self._pass
-        return 0 if now is None else len(now.served) if now.plan is None else now.next
 
     # ---- begin and end
 
@@ -167,8 +156,10 @@ class FetchSchedule:
         """A pass begins, on all ranks; an error on all of them if one does something else."""
         known = self._known.setdefault(key, _Known())
         usable = known.plan if known.misfits < _PATIENCE else None
-        self._pass = _Pass(key, usable, known.learned)
-        mine = begin_code((key, usable is not None), backward=key[0] == "backward")
+        backward = key[0] == "backward"
+        serves = GatherFor.BACKWARD if backward else GatherFor.FORWARD
+        self._pass, self.position = _Pass(key, backward, serves, usable, known.learned), 0
+        mine = begin_code((key, usable is not None), backward=backward)
         said = self._say(mine, f"begin of a {key[0]} pass")
         if self.copies is not None and bool(said[:, 3].any()):
             self.copies.drop()
@@ -197,7 +188,7 @@ class FetchSchedule:
         if not planned:
             self._depart(now, None)
             known.plan = self._planned(now, whole)
-            if now.key[0] == "backward" and self.departing is not None:
+            if now.backward and self.departing is not None:
                 known.learned = self.departing.learn(self._agreement)
             elif now.key[-1] is True:
                 self.first = list(now.served)
@@ -206,12 +197,13 @@ class FetchSchedule:
             known.misfits += 1
             self._explain(now)
         self._keep.clear()
+        self.position = 0
         self.let_go(list(self._live.values()), self.kept)
 
     def abandon(self) -> None:
         """The pass failed; whatever is whole and not held is let go."""
         if self._pass is not None:
-            self._pass = None
+            self._pass, self.position = None, 0
             self._keep.clear()
             self.kept = frozenset()
             self.let_go(list(self._live.values()))
@@ -249,16 +241,17 @@ class FetchSchedule:
 
     def loosened(self, use: ModuleUse, shards: Sequence[Shard]) -> None:
         """A use does not need some of its parameters any more."""
-        self.let_go(shards, self._keep.get(use.number, frozenset()))
+        self.let_go(shards, self._keep.get(use.number, _NOTHING))
 
-    def let_go(self, shards: Iterable[Shard], keep: frozenset[int] = frozenset()) -> None:
+    def let_go(self, shards: Iterable[Shard], keep: frozenset[int] = _NOTHING) -> None:
         """Release what nobody holds and nothing keeps."""
         for shard in shards:
             if shard.holds or shard.persistent or shard.number in keep:
                 continue
             if shard.whole or shard.pending is not None:
                 shard.release()
-                self._live.pop(shard.number, None)
+                if shard.number in self._live:
+                    del self._live[shard.number]
 
     # ---- graphs, which know what they use
 
@@ -292,7 +285,7 @@ class FetchSchedule:
         """Begin to make these whole that neither are nor will be; all ranks begin the same ones in the same order."""
         self._begin(
             [shard for shard in shards if not shard.whole and shard.pending is None],
-            GatherFor.BACKWARD if self._pass is not None and self._pass.key[0] == "backward" else GatherFor.FORWARD,
+            GatherFor.FORWARD if self._pass is None else self._pass.serves,
         )
 
     def depart(self) -> None:
@@ -345,6 +338,8 @@ class FetchSchedule:
             self._gather(now, use.shards)
             if use is not mine:
                 self.let_go(use.shards)
+        if now.plan is None:
+            self.position = len(now.served)
 
     def _extend(self, codes: Sequence[int], also: Sequence[int]) -> None:
         """Uses need one more parameter whenever they run, by what any rank found: plans do not fit any more."""
@@ -357,26 +352,26 @@ class FetchSchedule:
 
     def _gather(self, now: _Pass, shards: Sequence[Shard]) -> None:
         wanted = [shard for shard in shards if not shard.persistent]
-        self._start(now, wanted)
+        self._begin(wanted, now.serves)
         finish(wanted)
 
     # ---- by the plan
 
     def _follow(self, now: _Pass, steps: FetchPlan, use: ModuleUse) -> None:
         place: int | None = now.next
-        if now.next >= len(steps.steps) or steps.steps[now.next].use != use.number:
+        if now.next == len(steps.steps) or steps.steps[now.next].use != use.number:
             place = steps.find(use.number, now.next)
+            self._play(now, now.next if place is None else place)
         if place is not None:
-            self._play(now, place)
             self._do(now, place)
         absent = [s for s in use.shards if not s.whole and not s.persistent]
-        if not absent:
-            return
-        if any(s.pending is None and not s.alone for s in absent):  # what this rank alone holds comes from nobody
-            self._stray(now)
-            self._ask(now, use)
-            return
-        finish(absent)
+        for shard in absent:
+            if shard.pending is None and not shard.alone:  # what this rank alone holds comes from nobody
+                self._stray(now)
+                self._ask(now, use)
+                return
+        if absent:
+            finish(absent)
 
     def _play(self, now: _Pass, until: int) -> None:
         """Take part in planned gathers that this rank does not need."""
@@ -389,17 +384,14 @@ class FetchSchedule:
     def _do(self, now: _Pass, place: int) -> None:
         assert now.plan is not None, "this pass follows one"
         step = now.plan.steps[place]
-        if self.departing is not None and now.learned is not None:
-            self._depart(now, self.departing.until(now.learned, place))
-        now.next = place + 1
+        if now.learned is not None and self.departing is not None and now.backward:
+            self.departing.depart_before(now.learned, place)
+        self.position = now.next = place + 1
         if step.drop:
             self.let_go([self._shards[number] for number in step.drop])
         for batch in step.start:
-            self._start(now, [self._shards[number] for number in batch])
+            self._begin([self._shards[number] for number in batch], now.serves)
         self._keep[step.use] = step.keep
-
-    def _start(self, now: _Pass, shards: list[Shard]) -> None:
-        self._begin(shards, GatherFor.BACKWARD if now.key[0] == "backward" else GatherFor.FORWARD)
 
     def _begin(self, shards: list[Shard], serves: GatherFor) -> None:
         self.gathers += len(shards)
@@ -408,7 +400,7 @@ class FetchSchedule:
             self._live[shard.number] = shard
 
     def _depart(self, now: _Pass, until: int | None) -> None:
-        if self.departing is not None and now.key[0] == "backward":
+        if self.departing is not None and now.backward:
             self.departing.depart(until)
 
     # ---- making plans

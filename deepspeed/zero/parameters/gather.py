@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class GatherFor(Enum):
     """Somebody reads or writes them: a user, a checkpoint, `Init`."""
 
 
+T = TypeVar("T")
+K = TypeVar("K")
 T_contra = TypeVar("T_contra", contravariant=True)
 
 
@@ -93,19 +95,8 @@ class BlockGather:
         return Pending(None)
 
 
-class Cut(NamedTuple):
-    """A parameter that becomes whole from parts of equal length on the ranks of an axis."""
-
-    shard: Shard
-    axis: AxisGroup
-    sent: Tensor
-    """This rank's part."""
-
-    @property
-    def rows(self) -> Tensor:
-        """The memory of the whole parameter, a row for each rank's part."""
-        shard = self.shard
-        return shard.rows if self.axis is shard.axis else shard.flat.view(self.axis.size, -1)
+Cut = tuple[Shard, AxisGroup, Tensor]
+"""A parameter that becomes whole from parts of equal length on the ranks of an axis, and this rank's part."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,34 +164,28 @@ def gather_rows(mine: Tensor, axis: AxisGroup, hops: NodeHops | None) -> Gathere
     return GatheredRows(gathered, comm.all_gather_into_tensor(gathered, mine, group=axis.group, async_op=True))
 
 
-def _by_chunk(shard: Shard) -> Cut:
-    plain = shard.staged is None and shard.codec is None  # asked here, since shards are many
-    return Cut(shard, shard.axis, shard.stored if plain else shard.sent)
-
-
 @dataclass(frozen=True)
 class PlainGather:
-    """By all-gather of the chunks as they are, or of what `cut` gives."""
+    """By all-gather of the chunks as they are, or of what `cut` gives; a block costs few calls for each shard."""
 
     by_all_reduce: bool = False
     one_by_one: bool = False
-    cut: Callable[[Shard], Cut] = _by_chunk
+    cut: Callable[[Shard], Cut] | None = None
     hops: NodeHops | None = None
 
     def start(self, shards: Sequence[Shard], serves: GatherFor) -> None:
-        kinds: dict[Any, list[Cut]] = {}
-        alike: list[Cut] = []
-        latest: Cut | None = None
-        for shard in shards:
-            cut = self.cut(shard)
-            if self.by_all_reduce:
-                shard.pending = _by_all_reduce(cut)
-                continue
-            if latest is None or shard.dtype != latest.shard.dtype or cut.axis is not latest.axis:
-                alike = kinds.setdefault((shard.dtype, cut.axis), [])
-            alike.append(cut)
-            latest = cut
-        for (_, axis), alike in kinds.items():
+        if self.cut is not None:
+            cuts = [self.cut(shard) for shard in shards]
+        else:
+            cuts = [
+                (each, each.axis, each.stored if each.staged is None and each.codec is None else each.sent)
+                for each in shards
+            ]
+        if self.by_all_reduce:
+            for cut in cuts:
+                cut[0].pending = _by_all_reduce(cut)
+            return
+        for (_, axis), alike in _grouped(cuts, [(shard.dtype, axis) for shard, axis, _ in cuts]):
             group = axis.group
             if self.hops is not None and axis.nodes is not None:
                 for few in [[cut] for cut in alike] if self.one_by_one else [alike]:
@@ -208,7 +193,7 @@ class PlainGather:
                 continue
             backend = _backend(group)
             limit = 1 << 60 if backend in BATCHING else _WORTH_PACKING.get(backend, _WORTH_PACKING["others"])
-            together = [] if self.one_by_one else [cut for cut in alike if cut.sent.nbytes < limit]
+            together = [] if self.one_by_one else [cut for cut in alike if cut[2].nbytes < limit]
             if len(together) < 2:
                 together = []
             elif backend in BATCHING:
@@ -216,10 +201,20 @@ class PlainGather:
             else:
                 _packed(together, axis)
             if len(together) < len(alike):
-                known = {id(cut.shard) for cut in together}
+                known = {id(shard) for shard, _, _ in together}
                 for cut in alike:
-                    if id(cut.shard) not in known:
+                    if id(cut[0]) not in known:
                         _single(cut, group)
+
+
+def _grouped(items: list[T], kinds: list[K]) -> Iterable[tuple[K, list[T]]]:
+    """The items by their kinds; most often all are of one, and need no look-up each."""
+    if not kinds or kinds.count(kinds[0]) == len(kinds):
+        return [(kind, items) for kind in kinds[:1]]
+    groups: dict[K, list[T]] = {}
+    for item, kind in zip(items, kinds, strict=True):
+        groups.setdefault(kind, []).append(item)
+    return groups.items()
 
 
 PLAIN = PlainGather()
@@ -227,19 +222,11 @@ PLAIN = PlainGather()
 
 def start(shards: Iterable[Shard], serves: GatherFor = GatherFor.ACCESS) -> None:
     """Begin to make these whole, whether or not they are, each in its own way."""
-    kinds: dict[Any, list[Shard]] = {}
-    alike: list[Shard] = []
-    latest: Gather[Shard] | None = None
+    shards = [shard for shard in shards if not shard.alone]
     for shard in shards:
-        if shard.alone:
-            continue
         if shard.late is not None:
             shard.settle()
-        way = shard.gather or PLAIN
-        if way is not latest:  # neighbours have the same one, and to hash it takes a while
-            alike, latest = kinds.setdefault(way, []), way
-        alike.append(shard)
-    for way, alike in kinds.items():
+    for way, alike in _grouped(shards, [shard.gather or PLAIN for shard in shards]):
         way.start(alike, serves)
 
 
@@ -265,12 +252,10 @@ def gather(shards: Sequence[Shard], serves: GatherFor = GatherFor.ACCESS) -> Non
 @torch.no_grad()
 def spread(shards: Sequence[Shard], source: int = 0) -> None:
     """Let every rank cut what one of those that hold them has as the whole parameters; all of them are whole."""
-    axes: dict[Any, list[Shard]] = {}
     for shard in shards:
         shard.reclaim()
-        if not shard.alone:
-            axes.setdefault(shard.axis, []).append(shard)
-    for axis, alike in axes.items():
+    cut = [shard for shard in shards if not shard.alone]
+    for axis, alike in _grouped(cut, [shard.axis for shard in cut]):
         replicas, flats = alike[0].replicas, [shard.flat for shard in alike]
         with comm.labelled(f"{alike[0].name} … {alike[-1].name}"):
             if replicas is not None:  # first to the rank at the same place of each group, which gives it to its own
@@ -295,66 +280,72 @@ def _backend(group: Any) -> str:
 
 
 def _label(cuts: Sequence[Cut]) -> str:
-    return f"{cuts[0].shard.name} … {cuts[-1].shard.name}"
+    return f"{cuts[0][0].name} … {cuts[-1][0].name}"
+
+
+def _rows(cut: Cut) -> Tensor:
+    """The memory of the whole parameter, a row for each rank's part."""
+    shard, axis, _ = cut
+    return shard.rows if axis is shard.axis else shard.flat.view(axis.size, -1)
 
 
 def _single(cut: Cut, group: Any) -> None:
     """Straight into the memory of the whole parameter."""
-    shard = cut.shard
+    shard, _, sent = cut
     shard.allocate()
-    large = cut.sent.nbytes >= _WORTH_SPARING and _backend(group) == "gloo"
+    large = sent.nbytes >= _WORTH_SPARING and _backend(group) == "gloo"
     with comm.labelled(shard.name):
         if large and shard.device.type == "cpu":
-            work = gather_parts(shard.flat, cut.sent, group=group, async_op=True)
+            work = gather_parts(shard.flat, sent, group=group, async_op=True)
         else:
-            work = comm.all_gather_into_tensor(shard.flat, cut.sent, group=group, async_op=True)
+            work = comm.all_gather_into_tensor(shard.flat, sent, group=group, async_op=True)
     shard.pending = Pending(None, work)
 
 
 def _batched(cuts: Sequence[Cut], group: Any) -> None:
     """One operation that the backend makes of many, straight into the memory of the whole parameters."""
-    for cut in cuts:
-        cut.shard.allocate()
+    for shard, _, _ in cuts:
+        if not shard.filled:
+            shard.allocate()
     with comm.labelled(_label(cuts)):
-        work = all_gather_lines([cut.shard.flat for cut in cuts], [cut.sent for cut in cuts], group)
+        work = all_gather_lines([shard.flat for shard, _, _ in cuts], [sent for _, _, sent in cuts], group)
     shared: Pending[Any] = Pending(None, work)
-    for cut in cuts:
-        cut.shard.pending = shared
+    for shard, _, _ in cuts:
+        shard.pending = shared
 
 
 def _packed(cuts: Sequence[Cut], axis: AxisGroup, hops: NodeHops | None = None) -> None:
     """One operation over parts side by side; parameters get their memory when it is through."""
-    sizes = [cut.sent.numel() for cut in cuts]
+    sizes = [sent.numel() for _, _, sent in cuts]
     world = axis.size
     with comm.labelled(_label(cuts)):
-        came = gather_rows(torch.cat([cut.sent for cut in cuts]), axis, hops)
+        came = gather_rows(torch.cat([sent for _, _, sent in cuts]), axis, hops)
 
     def unpack(rows: Tensor) -> Tensor:
-        mine = [cut for cut in cuts if cut.shard.pending is shared]  # others were gathered again since
-        for cut in mine:
-            if not cut.shard.whole:
-                cut.shard.allocate()
+        mine = [cut for cut in cuts if cut[0].pending is shared]  # others were gathered again since
+        for shard, _, _ in mine:
+            shard.allocate()
         parts = rows.view(world, -1)
         with torch.no_grad():
             if len(mine) == len(cuts):
-                torch.split_with_sizes_copy(parts, sizes, dim=1, out=[cut.rows for cut in cuts])
+                torch.split_with_sizes_copy(parts, sizes, dim=1, out=[_rows(cut) for cut in cuts])
             else:
                 for cut, part in zip(cuts, parts.split(sizes, dim=1), strict=True):
-                    if cut.shard.pending is shared:
-                        cut.rows.copy_(part)
+                    if cut[0].pending is shared:
+                        _rows(cut).copy_(part)
         return rows.new_empty(0)
 
     shared = Pending(came.result, came, unpack)
-    for cut in cuts:
-        cut.shard.pending = shared
+    for shard, _, _ in cuts:
+        shard.pending = shared
 
 
 def _by_all_reduce(cut: Cut) -> Pending[Any]:
-    shard = cut.shard
+    shard, axis, sent = cut
     shard.allocate()
     in_use = shard.whole
     at: Tensor = torch.zeros_like(shard.flat) if in_use else shard.flat.zero_()
-    at.view(cut.axis.size, -1)[cut.axis.rank].copy_(cut.sent)
+    at.view(axis.size, -1)[axis.rank].copy_(sent)
     with comm.labelled(shard.name):
-        work = comm.all_reduce(at, group=cut.axis.group, async_op=True)
+        work = comm.all_reduce(at, group=axis.group, async_op=True)
     return Pending(at, work, shard.flat.copy_ if in_use else None)

@@ -1,4 +1,8 @@
-"""Hooks on unmodified modules: parameters become whole before a module runs and before its backward does."""
+"""Hooks on unmodified modules: parameters become whole before a module runs and before its backward does.
+
+[Note: views] Writing into a view in place cuts the view's own hooks off the graph. The output of a linear layer with an
+input of three dims is a view, and an activation in place writes into it. So what an output is a view of is hooked, too.
+"""
 
 from __future__ import annotations
 
@@ -242,7 +246,7 @@ class ModuleHooks:
                 self._known.add(id(module))
 
     def _hook(self, name: str, module: nn.Module, shards: list[Shard]) -> None:
-        use = ModuleUse(self._uses, name, module, shards, self._blocks.get(id(module), -1))
+        use = ModuleUse(self._uses, name, module, tuple(shards), self._blocks.get(id(module), -1))
         self._uses += 1
         self._known.add(id(module))
         if id(module) in self._joinable:
@@ -252,7 +256,8 @@ class ModuleHooks:
         self._coordinator.add(use)
         pre, post = self._make(use)
         self.handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
-        self.handles.append(module.register_forward_hook(post, always_call=True))
+        if use.inside is None:
+            self.handles.append(module.register_forward_hook(post, always_call=True))
         for owner in module.modules() if z3_leaf_module(module) else (module,):
             if owner._parameters and not isinstance(owner._parameters, WatchedParameters):
                 owner._parameters = WatchedParameters(owner._parameters, self._coordinator)
@@ -261,6 +266,8 @@ class ModuleHooks:
     def _make(self, use: ModuleUse) -> tuple[Callable[..., None], Callable[..., None]]:
         coordinator = self._coordinator
         stack = coordinator.stack
+        unended: list[Callable[..., None]] = []
+        """The hook on the end of a module that is followed by its block."""
 
         def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not use.module:
@@ -268,10 +275,10 @@ class ModuleHooks:
             if stack and stack[-1][0] is use.inside:
                 use.ran = True
                 return
-            coordinator.enter(use)
-            if torch.is_grad_enabled() and (
-                (self.watches_inputs and use.shards) or any(not shard.param.requires_grad for shard in use.shards)
-            ):
+            if unended:  # from now on, since it runs outside of its block
+                self.handles.append(module.register_forward_hook(unended.pop(), prepend=True, always_call=True))
+            freezes = coordinator.enter(use)
+            if (freezes or (self.watches_inputs and use.shards)) and torch.is_grad_enabled():
                 self._watch_inputs(use, (args, kwargs))
 
         def post(module: nn.Module, args: Any, output: Any) -> None:
@@ -287,13 +294,16 @@ class ModuleHooks:
                 for tensor in tensors:
                     if tensor.requires_grad and shard_of(tensor) is None:
                         tensor.register_hook(before)
-                        _hook_base(tensor, before)
+                        base = tensor._base  # see [Note: views]
+                        if base is not None and base.grad_fn is not None:
+                            base.register_hook(before)
 
         def before(_: Tensor) -> None:
             coordinator.before_backward(use, recorded=torch.is_grad_enabled())  # as create_graph says
 
         if self._captured:
             return passed_over(hidden(pre)), passed_over(hidden(post))
+        unended += [hidden(post)] * (use.inside is not None)
         return hidden(pre), hidden(post)
 
     def _watch_inputs(self, use: ModuleUse, inputs: Any) -> None:
@@ -309,13 +319,3 @@ class ModuleHooks:
 
         for tensor in watched:
             tensor.register_hook(fired)
-
-
-def _hook_base(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Hook what an output is a view of: writing into a view in place cuts the view's own hooks off the graph.
-
-    The output of a linear layer with an input of three dims is one, and an activation in place writes into it.
-    """
-    base = tensor._base
-    if base is not None and base.grad_fn is not None:
-        base.register_hook(hook)

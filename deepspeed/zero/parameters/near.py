@@ -101,7 +101,7 @@ class NearGather:
 def _by_part(shard: Shard) -> Cut:
     assert shard.near is not None, "only those with copies are gathered nearby"
     assert shard.near.part is not None, "only those with copies are gathered nearby"
-    return Cut(shard, shard.near.axis, shard.near.part)
+    return shard, shard.near.axis, shard.near.part
 
 
 def near_copies(shards: Sequence[Shard], size: int) -> NearCopies | None:

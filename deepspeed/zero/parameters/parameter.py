@@ -60,7 +60,7 @@ class ZeroParameter(EngineParameter):
     ds_status = property(lambda self: self._zero.status, doc="Whether it can be used now.")
     ds_persist = property(lambda self: self._zero.persistent, doc="True if it stays whole between uses.")
     ds_tensor = property(_chunk, doc="This rank's chunk, padded.")
-    ds_active_sub_modules = property(lambda self: self._zero.users, doc="The modules that use it now.")
+    ds_active_sub_modules = property(lambda self: set(self._zero.users), doc="The modules that use it now.")
     ds_process_group = property(lambda self: self._zero.axis.group, doc="The ranks that hold it.")
     ds_param_type = property(
         lambda self: ZeroParamType.PARTITIONED if self._zero.remote is None else ZeroParamType.REMOTE,

@@ -72,7 +72,7 @@ class Shard:
         """Stays whole between uses."""
         self.holds = 0
         """How many uses need the parameter whole at this moment."""
-        self.users: set[Any] = set()
+        self.users: dict[Any, None] = {}
         """Numbers of the modules that use it now, as clients see them."""
         self.edits = 0
         """How often a user changed the values; masters follow."""
@@ -109,7 +109,7 @@ class Shard:
             self.flat = torch.zeros(self.chunk * self.axis.size, dtype=self.dtype, device=device)
             self.flat[: self.numel].copy_(values.reshape(-1))
             self.stored = self._kept(self.rows[self.axis.rank])
-        self._memory = self.flat.untyped_storage()
+        self._memory, self.filled = self.flat.untyped_storage(), True
         self.full = self.flat[: self.numel].view(self.shape)
         show(self.param, self.full)
 
@@ -172,6 +172,7 @@ class Shard:
         self.flat = self.stored if self.alone else torch.empty(size, dtype=dtype, device=device)
         self._memory, self.nothing = self.flat.untyped_storage(), None
         self.full, self._rows = self.flat[: self.numel].view(self.shape), None
+        self.filled = self.alone
         if not self.alone:
             self._memory.resize_(0)
         show(self.param, torch.empty(0, dtype=dtype, device=device))
@@ -226,11 +227,9 @@ class Shard:
 
     def allocate(self) -> None:
         """Give the whole parameter its memory back; what is in it is undefined."""
-        if self.alone or self.whole:
-            return
-        size = self.flat.nbytes
-        if self._memory.nbytes() != size:
-            self._memory.resize_(size)
+        if not self.filled:
+            self._memory.resize_(self.flat.nbytes)
+            self.filled = True
 
     def arrive(self) -> None:
         """Wait for what was started to make it whole."""
@@ -251,9 +250,10 @@ class Shard:
         if self.pending is not None:
             self.arrive()
             self.pending = self.staged = None
-        show(self.param, empty_of(self))
+        show(self.param, empty_of(self) if self.nothing is None else self.nothing)
         if not self.alone:
             self._memory.resize_(0)
+            self.filled = False
         self.whole = False
 
     def reclaim(self) -> bool:

@@ -28,7 +28,7 @@ class ModuleUse:
     number: int
     name: str
     module: nn.Module
-    shards: list[Shard]
+    shards: tuple[Shard, ...]
     block: int = -1
     """See [Note: blocks] in fetch_plan.py."""
     events: dict[bool, UseEvent] = field(default_factory=dict)
@@ -50,19 +50,19 @@ class ModuleUse:
 
     def add(self, shard: Shard) -> None:
         """It uses one more parameter from now on."""
-        self.shards.append(shard)
+        self.shards = (*self.shards, shard)
         self.events.clear()
 
     def join(self, part: ModuleUse) -> None:
         """Hold what a use inside of this one needs."""
         self.parts.append(part)
         part.inside = self
-        self.shards += [shard for shard in part.shards if shard not in self.shards]
+        self.shards += tuple(shard for shard in part.shards if shard not in self.shards)
 
     def split(self) -> None:
         """Let the uses inside hold what they need."""
         theirs = {shard.number for part in self.parts for shard in part.shards}
-        self.shards = [shard for shard in self.shards if shard.number not in theirs]
+        self.shards = tuple(shard for shard in self.shards if shard.number not in theirs)
         self.events.clear()
         for part in self.parts:
             part.inside = None

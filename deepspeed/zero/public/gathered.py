@@ -56,7 +56,7 @@ class GatheredParameters:
         fetch.gather(missing)
         for shard in self._shards:
             shard.holds += 1
-            shard.users.add(id(self))
+            shard.users[id(self)] = None
         self._versions = [writes(shard.param) for shard in self._shards]
         if self.src_rank is None:
             self._kept = {id(s): s.full.clone() for s in self._shards if s.persistent or s.strict}
@@ -71,7 +71,7 @@ class GatheredParameters:
             return
         for shard in self._shards:
             shard.holds -= 1
-            shard.users.discard(id(self))
+            shard.users.pop(id(self), None)
         try:
             if error is None and self.src_rank is None:
                 self._refuse_edits()

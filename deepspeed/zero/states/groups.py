@@ -133,9 +133,9 @@ class ShardGroup:
     def forget(self) -> None:
         """Drop gradients that were not reduced, and those that the optimizer read where they were."""
         for param in self.params:
-            param.grad = None
+            set_plain_grad(param, None)
         for piece in self.pieces:
-            if not piece.away:
+            if piece.arena is None:
                 piece.gradient = None
 
     @torch.no_grad()
@@ -169,7 +169,11 @@ class ShardGroup:
 
     def reclaim(self, place: int) -> bool:
         """Bring a parameter whose data was replaced back to the memory that it is published in; True if it was."""
-        return bool(self.published) and reclaim(self.names[place], self.params[place], self.published[place])
+        if not self.published:
+            return False
+        param, home = self.params[place], self.published[place]
+        same = param.dtype == home.dtype and param.device == home.device and param.is_set_to(home)
+        return not same and reclaim(self.names[place], param, home)
 
     def take_states(self, optimizer: Optimizer) -> None:
         """Take over what the optimizer knows of parameters that it was used with before."""
@@ -587,12 +591,13 @@ def _take(shard: Shard) -> Tensor | None:
     if grad is None:
         return waiting
     set_plain_grad(param, None)
-    if grad.numel() != shard.numel:
+    if grad.shape != shard.shape and grad.numel() != shard.numel:
         raise UsageError(used_while_empty(shard.name))
     return grad if waiting is None else waiting.add_(grad)
 
 
 def take_gradient(param: nn.Parameter) -> Tensor | None:
     """The gradient that autograd left on the parameter, which forgets it."""
-    grad, param.grad = param.grad, None
+    grad: Tensor | None = plain_grad(param)
+    set_plain_grad(param, None)
     return grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -261,15 +262,11 @@ class OptimizerStates:
         """0 if all ranks of a model have a parameter alike, 1 if each has a part of it; None: others count it."""
         return None if id(param) in self._measure.elsewhere else int(self._measure.is_split(param))
 
-    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The gradients on the device that the optimizer is about to use, each with the model's parameter."""
-        if local := self.local_gradients():
-            yield from local
-            return
-        for group in self.groups:
-            for piece in group.pieces:
-                if piece.master.grad is not None:
-                    yield piece.param, piece.master.grad
+        pieces = chain.from_iterable([group.pieces for group in self.groups])
+        held = [(piece.param, piece.master.grad) for piece in pieces]
+        return self.local_gradients() or [(param, grad) for param, grad in held if grad is not None]
 
     def update(self, optimizer: Optimizer, factor: float = 1.0, *, one_pass: bool = False) -> None:
         """Let the optimizer take its step, tile by tile, and publish what it did.

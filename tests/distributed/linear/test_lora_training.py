@@ -232,6 +232,8 @@ def test_ranks_of_a_stage_share_weights():
         engine = engine_of(model, 0)
         x = batch(0)[:2]
         losses.append([engine.train_batch(iter([(x, x)])).item() for _ in range(STEPS)])
+        with pytest.raises(UsageError, match="save_adapters: each of 2 pipeline stages has the adapters of its own"):
+            save_adapters(engine.module, "adapter")
         engine.destroy()
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 

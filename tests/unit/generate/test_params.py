@@ -31,7 +31,7 @@ WRONG = [
     ("logit_bias", {"a": 1.0}, "whole number"),
     ("logit_bias", {3: float("nan")}, "number"),
     ("logit_bias", {3: 1e300}, "or minus infinity"),  # no number of 32 bits: all sequences of a step would fail
-    ("temperature", 1e-38, "from 1e-06"),
+    ("temperature", 1e-38, "from 1e-30"),
     ("repetition_penalty", 1e300, "to 1e\\+30"),
     ("stop", "", "not empty"),
     ("stop", ["a", ""], "not empty"),

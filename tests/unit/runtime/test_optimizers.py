@@ -129,6 +129,11 @@ def test_groups():
         ("SGD", {"lr": 0.1, "nesterov": True}, False, "optimizer.params", "SGD.*[Nn]esterov"),
         ("Muon", {"nesterov": True}, False, "optimizer.params.nesterov", "no such parameter"),
         ("Muon", {"ns_method": "x"}, False, "optimizer.params", "ns_method is 'x'"),
+        ("OneBitAdam", {"freeze_step": -1}, False, "optimizer.params", "freeze_step is -1; expected a whole number"),
+        ("ZeroOneAdam", {"var_update_scaler": 0}, False, "optimizer.params", "var_update_scaler is 0.* at least 1"),
+        ("ZeroOneAdam", {"var_freeze_step": 2.5}, False, "optimizer.params", "var_freeze_step is 2.5; expected a wh"),
+        ("OneBitLamb", {"coeff_beta": 2.0}, False, "optimizer.params", r"coeff_beta is 2.0; expected .* \[0, 1\)"),
+        ("OneBitLamb", {"factor_min": 5.0}, False, "optimizer.params", "factor_min is 5.0 and factor_max 4.0"),
         ("Muon", {"per_head_muon": True}, False, "optimizer.params.per_head_muon", "muon_num_heads"),
     ],
 )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import cProfile
+import functools
+import pstats
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,3 +67,36 @@ def test_codecs_plan_and_train(kind, zero, monkeypatch):
         engine.backward(engine(torch.randn(2, 64)).square().mean())
         engine.step()
     assert engine.global_steps == 3
+
+
+def calls_of_a_step(layers, stage, threshold):
+    """Of functions, of Python and of C, with `layers` tiny layers, once plans are made."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ModuleList(nn.Linear(16, 16) for _ in range(layers)))
+    model.forward = lambda inputs: functools.reduce(lambda x, layer: layer(x), model[0], inputs)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": threshold},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    profile = cProfile.Profile()
+    for number in range(6):
+        if number == 5:
+            profile.enable()
+        engine.backward(engine(torch.randn(2, 16)).square().mean())
+        engine.step()
+    profile.disable()
+    engine.destroy()
+    return pstats.Stats(profile).total_calls
+
+
+@pytest.mark.parametrize(
+    ("stage", "threshold", "most"), [(3, 0, 160), (3, 10**5, 75), (2, 0, 65)], ids=["gathered", "persistent", "stage 2"]
+)
+@ranks(1, init=False)
+def test_a_layer_costs_the_host_few_calls(stage, threshold, most):
+    """A layer of two parameters, of which plain PyTorch makes 30 calls with an optimizer of its own."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    few, many = (calls_of_a_step(layers, stage, threshold) for layers in (8, 24))
+    assert (many - few) / 16 <= most
