@@ -88,7 +88,6 @@ class BlockCodec:
         return (0, 4), (_aligned(4 * self.scales(numel), _ALIGNED), self.payload_bytes(self.block))
 
     def encode(self, values: Tensor, message: Tensor | None = None) -> Tensor:
-        """See `Codec`."""
         return self._encode(values, message, None)
 
     def encode_at_random(self, values: Tensor, seed: int, message: Tensor | None = None) -> Tensor:

@@ -169,7 +169,6 @@ def reduce_scatter_fn(
     prof: bool = False,
     debug: str | None = None,
 ) -> CollectiveWork | None:
-    """As `reduce_scatter_tensor`."""
     args = (output_tensor, tensor, op, group, async_op)
     return _run(_SCATTER_FROM, args, output_tensor, group, async_op, (prof, "reduce_scatter_tensor", debug))
 

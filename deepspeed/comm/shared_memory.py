@@ -140,7 +140,6 @@ class SharedWork:
         return self.is_completed()
 
     def synchronize(self) -> None:
-        """As `wait`."""
         self.wait()
 
     def result(self) -> list[Tensor]:
@@ -171,7 +170,6 @@ class SharedGroup:
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
         return len(self._ranks)
 
     @property
@@ -180,7 +178,6 @@ class SharedGroup:
         return self.size <= _READERS
 
     def gather(self, output: Tensor, tensor: Tensor) -> SharedWork:
-        """All-gather into one tensor."""
         # By `data`, here and below: a backend's writes are not counted as changes by autograd.
         rows = output.data.view(-1).view(torch.uint8).view(self.size, -1)
 

@@ -31,7 +31,6 @@ class OperationTally:
             self._end = None
 
     def time(self, event: CollectiveFinished) -> None:
-        """An operation was timed."""
         self._seconds[event.op] = self._seconds.get(event.op, 0.0) + event.duration
 
     def take(self) -> Callable[[], list[dict[str, Any]]]:

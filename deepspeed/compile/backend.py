@@ -196,7 +196,8 @@ class GraphCompiler:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Any:
         parameters: dict[int, GraphParameter] = {}
         for place, node in enumerate(_inputs(module.graph)):
-            found = self._host.parameter(_real_input(node))
+            # what the model gave as an input when the graph was captured
+            found = self._host.parameter(getattr(node.meta.get("grapharg"), "example", None))
             if found is not None:
                 parameters[place] = found
         eager = self._backend == "eager"
@@ -223,11 +224,6 @@ class GraphCompiler:
             log_dist_once(f"DeepCompile: graph {number} has dynamic shapes, from {_first_line(module)} on")
 
 
-def _real_input(node: fx.Node) -> object:
-    """What the model gave as an input when the graph was captured."""
-    return getattr(node.meta.get("grapharg"), "example", None)
-
-
 def _first_line(module: fx.GraphModule) -> str:
     """Where the model's code begins that a graph computes."""
     for node in module.graph.nodes:
@@ -248,7 +244,6 @@ def _as_it_is(module: fx.GraphModule, free_from: int | None) -> Compiled:
 
 
 def _uncompiled(captured: CapturedGraph, module: fx.GraphModule, inputs: Sequence[Any], free_from: int | None) -> Any:
-    """The graphs as they are."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 

@@ -95,7 +95,6 @@ class StepGraph:
 
     @property
     def output(self) -> Node:
-        """The node that returns."""
         found: Node = next(iter(reversed(self.module.graph.nodes)))
         return found
 

@@ -470,7 +470,6 @@ class BNLayer_Compress(CompressedLayer, nn.BatchNorm2d):
     fits = ()
 
     def effective(self) -> tuple[Tensor, Tensor | None]:
-        """See `CompressedLayer`."""
         weight: Any = self._parameters["weight"]
         bias: Any = self._parameters["bias"]
         for layer in self.compressed.follows:

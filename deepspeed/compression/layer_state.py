@@ -52,7 +52,6 @@ class BitPace:
 
     @classmethod
     def of(cls, rounding: WeightRounding) -> BitPace:
-        """At the start."""
         return cls(rounding, rounding.start_bits, edge=rounding.period)
 
     def advance(self, steps: int) -> bool:

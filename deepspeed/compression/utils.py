@@ -1,4 +1,4 @@
-"""Autograd functions of compression: forward rounds or chooses, backward lets gradients pass as if it had not."""
+"""Autograd functions of compression: forward chooses or exchanges, backward lets gradients pass as if it had not."""
 
 from __future__ import annotations
 
@@ -8,18 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.errors import UsageError
-from deepspeed.ops.quantizer.quantizer import in_steps, round_groups
-
-__all__ = [
-    "AsymQuantizer",
-    "BinaryQuantizer",
-    "SymQuantizer",
-    "TernaryQuantizer",
-    "TopKBinarizer",
-    "kept_of",
-    "stand_in",
-]
+__all__ = ["TopKBinarizer", "kept_of", "stand_in"]
 
 
 def kept_of(ratio: float, count: int) -> int:
@@ -54,67 +43,3 @@ class TopKBinarizer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None, None
-
-
-class _Quantizer(torch.autograd.Function):
-    """Base of functions of (input, bits, least, largest, groups); a range is given for one group alone."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None, None, None, None
-
-
-def _rounded(
-    input: Tensor, num_bits: int, min_value: Any, max_value: Any, num_groups: int, *, asym: bool = False
-) -> Tensor:
-    if num_groups < 1 or input.numel() % num_groups:
-        raise UsageError(f"{num_groups} groups do not divide the {input.numel()} elements of the tensor; use a divisor")
-    groups = input.detach().reshape(num_groups, -1)
-    if min_value is None or num_bits <= 2:
-        return round_groups(groups, num_bits, asym=asym).values.view_as(input).to(input.dtype)
-    if num_groups != 1:
-        raise UsageError(f"a range (min_value, max_value) is of one group, found num_groups {num_groups}")
-    ends = [
-        torch.as_tensor(each, dtype=torch.float32, device=input.device).view(1, 1) for each in (min_value, max_value)
-    ]
-    return in_steps(groups.float(), num_bits, (ends[0], ends[1]), asym=asym).values.view_as(input).to(input.dtype)
-
-
-class SymQuantizer(_Quantizer):
-    """Rounds groups to codes that lie around zero."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, num_bits: int, min_value: Any = None, max_value: Any = None, num_groups: int = 1
-    ) -> Tensor:
-        return _rounded(input, num_bits, min_value, max_value, num_groups)
-
-
-class AsymQuantizer(_Quantizer):
-    """Rounds groups to codes from the least number to the largest."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, num_bits: int, min_value: Any = None, max_value: Any = None, num_groups: int = 1
-    ) -> Tensor:
-        return _rounded(input, num_bits, min_value, max_value, num_groups, asym=True)
-
-
-class TernaryQuantizer(_Quantizer):
-    """Rounds groups to zero and one magnitude with both signs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, num_bits: int = 2, min_value: Any = None, max_value: Any = None, num_groups: int = 1
-    ) -> Tensor:
-        return _rounded(input, 2, None, None, num_groups)
-
-
-class BinaryQuantizer(_Quantizer):
-    """Rounds groups to one magnitude with both signs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, num_bits: int = 1, min_value: Any = None, max_value: Any = None, num_groups: int = 1
-    ) -> Tensor:
-        return _rounded(input, 1, None, None, num_groups)

@@ -13,7 +13,7 @@ from deepspeed.config.renamed import REMOVED
 
 # Keys that clients put in the config for themselves and that only look like ours.
 NOT_MISSPELLED = frozenset({"msamp"})
-_ALIKE = 0.85
+_ALIKE = 0.75
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
@@ -22,15 +22,16 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
     A misspelling is: the same letters in another case or with other separators, the same words in another order,
     an abbreviation of at least eight letters, or a few wrong, missing or swapped letters for its length.
     """
-    if key in NOT_MISSPELLED:
-        return None
-    candidates = sorted(set(known))
     plain = _letters(key)
-    for name in candidates:
-        if plain == _letters(name) or _words(key) == _words(name):
-            return name
-    scored = [(score, name) for name in candidates if (score := _likeness(plain, _letters(name))) is not None]
-    return min(scored)[1] if scored else None
+    names = {_letters(name): name for name in sorted(known, reverse=True)}
+    if key in NOT_MISSPELLED or len(plain) < 2:
+        return None
+    same = (name for letters, name in sorted(names.items()) if plain == letters or _words(key) == _words(name))
+    if (found := next(same, None)) is not None:
+        return found
+    close = difflib.get_close_matches(plain, names, n=1, cutoff=_ALIKE)
+    longer = [letters for letters in sorted(names) if len(plain) >= 8 and letters.startswith(plain)]
+    return names[(close or longer)[0]] if close or longer else None
 
 
 def _letters(key: str) -> str:
@@ -39,43 +40,6 @@ def _letters(key: str) -> str:
 
 def _words(key: str) -> list[str]:
     return sorted(word.rstrip("s") for word in re.split(r"[^a-z0-9]+", key.lower()) if word)
-
-
-def _likeness(given: str, known: str) -> float | None:
-    """A penalty between 0 (alike) and 1, or None if the two are different words."""
-    if not given or not known:
-        return None
-    longest = max(len(given), len(known))
-    if len(given) >= 8 and known.startswith(given):
-        return 0.5
-    slips = _slips(given, known, limit=max(1, longest // 4))
-    if slips is not None:
-        # One slip turns a word of two letters into any other word; from three letters on it is a slip.
-        return slips / longest if longest >= 3 else None
-    match = difflib.SequenceMatcher(None, given, known, autojunk=False)
-    if match.real_quick_ratio() < _ALIKE or match.quick_ratio() < _ALIKE:  # upper bounds, much cheaper than ratio()
-        return None
-    ratio = match.ratio()
-    return 1 - ratio if ratio >= _ALIKE else None
-
-
-def _slips(left: str, right: str, *, limit: int) -> int | None:
-    """Insertions, deletions, replacements and swaps of neighbours between two words; None if above `limit`."""
-    if abs(len(left) - len(right)) > limit:
-        return None
-    before: list[int] = []
-    row = list(range(len(right) + 1))
-    for i, a in enumerate(left, 1):
-        now = [i]
-        for j, b in enumerate(right, 1):
-            cost = min(row[j] + 1, now[j - 1] + 1, row[j - 1] + (a != b))
-            if i > 1 and j > 1 and a == right[j - 2] and left[i - 2] == b:
-                cost = min(cost, before[j - 2] + 1)
-            now.append(cost)
-        before, row = row, now
-        if min(row) > limit:
-            return None
-    return row[-1] if row[-1] <= limit else None
 
 
 AUTO = "auto"
@@ -132,10 +96,6 @@ class _Place:
             return f"{parent}{child}" if child.startswith("[") or not parent else f"{parent}.{child}"
 
         return _Place(join(self.path, json), join(self.spelled, given or json), self.root, self.found)
-
-
-def _is_comment(name: str) -> bool:
-    return name.startswith(("_", "//", "#", "$"))
 
 
 def _object(raw: dict[str, Any], model: Model, place: _Place) -> dict[str, Any]:
@@ -200,7 +160,7 @@ def _unknown(name: str, model: Model, place: _Place) -> bool:
     if here.path in REMOVED:
         found.problems.append(ConfigProblem(here.spelled, REMOVED[here.path]))
         return False
-    if _is_comment(name):
+    if name.startswith(("_", "//", "#", "$")):  # a comment
         return False
     if model.model_config.get("extra") == "allow":
         found.given[here.path] = here.spelled

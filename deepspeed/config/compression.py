@@ -240,7 +240,6 @@ class WeightQuantizationTechnique(Technique):
     different_groups: dict[str, WeightQuantizationGroup] = _groups_of("weight_quantization")
 
     def problems(self, path: str) -> Iterator[str]:
-        """See `Technique`."""
         yield from super().problems(path)
         shared = self.shared_parameters
         plain = shared.quantization_type == "symmetric" and shared.rounding == "nearest"
@@ -279,7 +278,6 @@ class SparsePruningTechnique(Technique):
         return self.shared_parameters.method != "snip_momentum"
 
     def problems(self, path: str) -> Iterator[str]:
-        """See `Technique`."""
         yield from super().problems(path)
         shared, at = self.shared_parameters, f"{path}.shared_parameters"
         if self._complete or not shared.enabled:
@@ -305,7 +303,6 @@ class HeadPruningTechnique(Technique):
     different_groups: dict[str, PruningGroup[HeadPruningShared]] = _groups_of("head_pruning")
 
     def problems(self, path: str) -> Iterator[str]:
-        """See `Technique`."""
         yield from super().problems(path)
         if self.shared_parameters.enabled and self.shared_parameters.num_heads is None:
             yield f"{path}.shared_parameters.num_heads is missing; give the number of heads of an attention"

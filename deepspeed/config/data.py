@@ -326,7 +326,6 @@ class DataEfficiencyConfig(Section):
 
     @property
     def techniques(self) -> list[Section]:
-        """Those that are on."""
         return [*self.sampling, *([self.random_ltd] if self.random_ltd is not None else [])]
 
     @property

@@ -65,7 +65,6 @@ class DeepSpeedMonitorConfig(ConfigModel):
 
     @property
     def enabled(self) -> bool:
-        """Whether any monitor is on."""
         return any(part.enabled for part in (self.tensorboard, self.comet, self.wandb, self.csv_monitor))
 
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def _names(choices: Mapping[str, bool]) -> str:
-    """Those that are on."""
     return ", ".join(name for name, on in choices.items() if on)
 
 

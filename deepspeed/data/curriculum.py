@@ -36,7 +36,6 @@ class CurriculumScheduler:
         self._ramp = Ramp(schedule_function)
 
     def get_difficulty(self, global_steps: int) -> int:
-        """The difficulty at a step."""
         if self._ramp is None:
             raise DeepSpeedConfigError(
                 "schedule_type is custom, and no function was given; call "
@@ -68,7 +67,6 @@ class CurriculumScheduler:
         self._current = state["current_difficulty"]
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is."""
         return {"current_difficulty": self._current}
 
     load_state_dict = set_state

@@ -79,7 +79,6 @@ class RandomLTDScheduler:
         return self.global_batch_size * (kept * self.random_ltd_layer_num + self.max_value * others)
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is."""
         return {
             "current_seq": self.current_seq,
             "consumed_layer_tokens": self.consumed_layer_tokens,

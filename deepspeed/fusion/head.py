@@ -75,7 +75,6 @@ class LazyLogits(Tensor):
         return not self.steps or (kinds == ["div", "tanh", "mul"] and numbers[0] == numbers[2])
 
     def whole(self) -> Tensor:
-        """The logits."""
         if self._whole is None:
             found = self.head(self.source())
             for kind, number in self.steps:

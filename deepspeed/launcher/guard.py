@@ -130,7 +130,7 @@ class Guard(ProcessLoop[_RunningRank]):
     # ---- waiting
 
     def _wait(self) -> None:
-        while self._running() or self._left_behind():
+        while self._running() or (not self._stuck and self._targets()):  # processes that ranks started
             self._turn(TICK if self._agenda else None)
             self._keep_agenda()
         self._reap([])  # what has just ended is not left to the parent of this process
@@ -177,10 +177,6 @@ class Guard(ProcessLoop[_RunningRank]):
             self._first = rank
         if not self._running() and not self._killed and self._first is None:
             self._plan_end(_CHILDREN_GRACE, self._end_children)
-
-    def _left_behind(self) -> bool:
-        """True while processes that ranks started are alive; only asked once no rank runs."""
-        return not self._stuck and bool(self._targets())
 
     def _targets(self) -> list[int]:
         """Every process below the guard, or elsewhere than on Linux every group that a rank leads."""

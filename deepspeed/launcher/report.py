@@ -85,7 +85,6 @@ def _without_complaints(report: SystemReport) -> SystemReport:
 
 
 def render(report: SystemReport, console: Console) -> None:
-    """Print every section."""
     for title, body in _sections(report):
         console.print(Text(title, style="bold cyan"))
         console.print(Padding(body, (0, 0, 1, 2), expand=False), highlight=False)

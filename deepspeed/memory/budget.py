@@ -84,7 +84,6 @@ class ModelStates:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.params + self.grads + self.masters + self.optimizer
 
 

@@ -226,7 +226,6 @@ class DeviceUpdate:
     kernel: Apply
 
     def reference(self, batch: ParameterBatch, given: Any, conditions: Conditions | None = None) -> list[Any]:
-        """In plain torch."""
         return update_by_torch(self.rule, batch, given, self.rule.oracle, conditions)
 
     @torch.no_grad()

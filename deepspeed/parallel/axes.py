@@ -144,7 +144,6 @@ class GridGroups(Sequence[Ranks]):
         return number
 
     def has(self, ranks: Ranks) -> bool:
-        """Whether one of the groups is this one."""
         return bool(ranks) and len(ranks) == len(self._members) and self[self.number_of(ranks[0])] == ranks
 
     def __eq__(self, other: object) -> bool:
@@ -363,9 +362,10 @@ class LayoutPlan(AxisRoles[Axis]):
         _positive("ep", ep)
         if data.size % ep:
             sizes = {name: self.grid.size(name) for name in over}
+            divisors = [size for size in range(1, data.size + 1) if data.size % size == 0]
             raise LayoutError(
                 f"expert-parallel size {ep} does not divide the {data.size} ranks ({_equation(sizes)}) that hold "
-                f"copies of one pipeline stage. Use {_alternatives(_divisors(data.size))}."
+                f"copies of one pipeline stage. Use {_alternatives(divisors)}."
             )
         return _expert_axes(data, ep, data_first)
 
@@ -435,10 +435,6 @@ def _indivisible(world: int, sizes: Mapping[str, int], product: int) -> str:
         f"world size {world} is not divisible by {_equation(sizes)}. "
         f"Use {_alternatives(counts)} processes, or change the {words} size{plural}."
     )
-
-
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 def _alternatives(numbers: Sequence[int]) -> str:

@@ -53,7 +53,6 @@ class AxisGroup:
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
         return len(self.ranks)
 
     @property

@@ -170,7 +170,6 @@ class PipelineParallelGrid:
         self._table.close()
 
     def topology(self) -> ProcessTopology:
-        """The topology of this grid."""
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from deepspeed.config import load
 from deepspeed.config.batch import MICRO, STEPS, TRAIN
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.log import logger
+from deepspeed.memory.savings import CHECKPOINTING, JobSizes, Saving, all_savings, merged, savings
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.planning.planner import Cluster, Plan, plan_model
 from deepspeed.planning.trace import PlannedModel
 
 Config = dict[str, Any]
 
-_BUCKET = 50_000_000
 _MOST_RANKS = 1 << 17
 
 
@@ -75,51 +76,30 @@ def changed(model: PlannedModel, change: Change) -> PlannedModel:
     return replace(model, config=change.config, batch=None, prepare=change.prepare or model.prepare)
 
 
+def _sizes(config: Config, found: Plan) -> JobSizes:
+    """What decides which changes there are."""
+    axes, (_, micro, steps) = found.largest.axes, found.largest.batch
+    zero = load(copy.deepcopy(config), partial=True).schema.zero_optimization
+    away = zero.offload_optimizer if zero.offloads_optimizer else None
+    return JobSizes(
+        micro=micro,
+        steps=steps,
+        replicas=axes.get("dp", 1) * axes.get("sp", 1),
+        stage=int(zero.stage),
+        bucket=int(zero.reduce_bucket_size),
+        states_away=0.0 if away is None else float(away.ratio),
+        parameters_away=zero.offloads_parameters,
+        pipeline=found.largest.stages,
+    )
+
+
 def _single(model: PlannedModel, found: Plan) -> Iterator[Change]:
     """One change each."""
     base = _explicit(model, found)
-    zero, (_, micro, steps) = _zero(base), found.largest.batch
-    stage = int(zero.get("stage", 0))
-    samples = found.largest.axes.get("dp", 1) * found.largest.axes.get("sp", 1)
-    yield from _micro_batches(base, micro, steps)
-    yield from _checkpointing(base, found)
-    if samples > 1:
-        for other in range(stage + 1, 4):
-            yield Change(f'"zero_optimization": {{"stage": {other}}}', _with_zero(base, stage=other))
-    if stage and zero.get("reduce_bucket_size", 500_000_000) > _BUCKET:
-        smaller = _with_zero(base, reduce_bucket_size=_BUCKET, stage3_prefetch_bucket_size=_BUCKET)
-        yield Change(f'"zero_optimization": {{"reduce_bucket_size": {_BUCKET}}}', smaller)
-    if not zero.get("offload_optimizer"):
-        for ratio in (0.5, 1.0):
-            section = {"device": "cpu", "ratio": ratio}
-            yield Change(
-                f'"zero_optimization": {{"offload_optimizer": {{"device": "cpu", "ratio": {ratio}}}}}',
-                _with_zero(base, stage=max(stage, 1), offload_optimizer=section),
-            )
-    if stage == 3 and not zero.get("offload_param"):
-        yield Change(
-            '"zero_optimization": {"offload_param": {"device": "cpu"}}',
-            _with_zero(base, offload_param={"device": "cpu"}),
-        )
+    for saving in savings(_sizes(base, found)):
+        prepare = _checkpoint_blocks if saving.code else None
+        yield Change(str(saving), merged(base, saving.keys), saving.code, prepare)
     yield from _slices(base, found)
-
-
-def _micro_batches(base: Config, micro: int, steps: int) -> Iterator[Change]:
-    """Smaller micro batches, more of them: as many samples a step."""
-    for parts in (each for each in range(2, micro + 1) if micro % each == 0):
-        sizes = {MICRO: micro // parts, STEPS: steps * parts}
-        yield Change(f'"{MICRO}": {micro // parts}, "{STEPS}": {steps * parts}', {**base, **sizes})
-
-
-def _checkpointing(base: Config, found: Plan) -> Iterator[Change]:
-    if found.largest.stages > 1:
-        for interval in (4, 1):
-            section = {**base.get("pipeline", {}), "activation_checkpoint_interval": interval}
-            text = f'"pipeline": {{"activation_checkpoint_interval": {interval}}}'
-            yield Change(text, {**base, "pipeline": section})
-    else:
-        code = "model.gradient_checkpointing_enable()"
-        yield Change(f"{code} in the script", base, code, _checkpoint_blocks)
 
 
 def _checkpoint_blocks(model: nn.Module) -> None:
@@ -142,32 +122,17 @@ def _slices(base: Config, found: Plan) -> Iterator[Change]:
 
 
 def _together(model: PlannedModel, found: Plan) -> Iterator[Change]:
-    """Several changes at once, each list longer than the one before."""
-    base, (_, micro, steps) = _explicit(model, found), found.largest.batch
-    words: list[str] = []
-    current = Change("", base)
-    if micro > 1:
-        sizes = {MICRO: 1, STEPS: steps * micro}
-        words.append(f'"{MICRO}": 1, "{STEPS}": {steps * micro}')
-        current = Change("; ".join(words), {**base, **sizes})
-    for change in list(_checkpointing(current.config, found))[-1:]:
-        words.append(change.text)
-        current = Change("; ".join(words), change.config, change.code, change.prepare)
-        yield current
-    offload = {"device": "cpu", "ratio": 1.0}
-    for keys in (
-        {"stage": 2},
-        {"stage": 3},
-        {"reduce_bucket_size": _BUCKET, "stage3_prefetch_bucket_size": _BUCKET},
-        {"offload_optimizer": offload},
-        {"offload_param": {"device": "cpu"}},
-    ):
-        words = [word for word in words if not ("stage" in keys and word.startswith("stage"))]
-        words.append(
-            ", ".join(f"{key} {value if not isinstance(value, dict) else 'cpu'}" for key, value in keys.items())
-        )
-        current = replace(current, text="; ".join(words), config=_with_zero(current.config, **keys))
-        yield current
+    """Several changes at once, each with those before; activations are computed again if they can be."""
+    base = _explicit(model, found)
+    sizes = _sizes(base, found)
+    keys: dict[str, Any] = {}
+    again: tuple[str, Callable[[nn.Module], None] | None] = ("", None)
+    if sizes.pipeline == 1 and replanned(model, found.cluster, Change("", base, CHECKPOINTING, _checkpoint_blocks)):
+        again = CHECKPOINTING, _checkpoint_blocks
+    for more in all_savings(sizes):
+        keys = merged(keys, more)
+        text = str(Saving(keys)) + (f"; {again[0]} in the script" if again[0] else "")
+        yield Change(text, merged(base, keys), *again)
 
 
 def least_ranks(model: PlannedModel, found: Plan) -> int | None:
@@ -175,7 +140,7 @@ def least_ranks(model: PlannedModel, found: Plan) -> int | None:
 
     Its most saving config is tried, since the number matters where no change fits.
     """
-    saving = list(_together(model, found))[-1]
+    saving = [Change("", _explicit(model, found)), *_together(model, found)][-1]
     cluster, config = found.cluster, saving.config
     train = found.largest.batch[0]
 
@@ -221,12 +186,3 @@ def _explicit(model: PlannedModel, found: Plan) -> Config:
     made: Config = copy.deepcopy(dict(model.config))
     made.pop(TRAIN, None)
     return {**made, MICRO: micro, STEPS: steps}
-
-
-def _zero(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    section = config.get("zero_optimization")
-    return section if isinstance(section, Mapping) else {}
-
-
-def _with_zero(config: Config, **keys: Any) -> Config:
-    return {**config, "zero_optimization": {**_zero(config), **keys}}

@@ -228,8 +228,10 @@ def _time(plan: Plan) -> Table:
     table = _numbers("time of a step", "computes", "sends", "exposed", "all")
     for phase in time.phases:
         table.add_row(phase.phase, *map(_milliseconds, (phase.computes, phase.sends, phase.exposed, phase.total)))
-    if time.bubble:
+    if time.timeline is not None:
         table.add_row("waiting for stages", "", "", "", _milliseconds(time.bubble))
+        name = f"bubble of {time.timeline.schedule.name}, all stages"
+        table.add_row(name, "", "", "", f"{time.timeline.bubble:.1%}")
     table.add_row("step", "", "", f"MFU {time.utilization:.0%}", _milliseconds(time.total))
     for name, seconds in time.largest:
         table.add_row(f"largest: {name}", "", "", "", _milliseconds(seconds))

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from deepspeed.config.memory import size_text
+from deepspeed.pipe.schedule.actions import PassKind
+from deepspeed.pipe.schedule.simulate import Timeline
 from deepspeed.planning.planner import Plan
 from deepspeed.planning.trace import KINDS, MemoryMoment
 
@@ -136,7 +138,32 @@ def _timeline(plan: Plan) -> str:
         at += computes + exposed
     marks.append(_block(at, 0, time.bubble * scale, _COLOURS[5], "waits for other stages"))
     caption = f"<p>{time.total * 1e3:.2f} ms, {time.utilization:.0%} of the device's peak (MFU)</p>"
-    return caption + picture(2 * _BAR + 28, "phases of a step", marks)
+    drawn = caption + picture(2 * _BAR + 28, "phases of a step", marks)
+    return drawn if time.timeline is None else drawn + _lanes(time.timeline)
+
+
+_PASSES = {PassKind.FORWARD: 0, PassKind.BACKWARD: 3, PassKind.INPUT: 3, PassKind.WEIGHT: 8}
+"""Their colours."""
+
+
+def _lanes(timeline: Timeline) -> str:
+    """What each rank of a pipeline computes, and where it waits."""
+    scale, marks = (_WIDTH - 60) / (timeline.length or 1.0), list[str]()
+    for rank, row in enumerate(timeline.spans):
+        y = rank * (_BAR + 4)
+        marks.append(f'<text x="0" y="{y + 15}">stage {rank}</text>')
+        for kind in PassKind:
+            spans = [(60 + begin * scale, (end - begin) * scale) for each, begin, end in row if each.op is kind]
+            path = "".join(f"M{x:.1f} {y}h{max(width - 0.3, 0.1):.1f}v{_BAR}H{x:.1f}z" for x, width in spans)
+            if path:
+                said = f"{kind.name.lower()} of stage {rank}"
+                marks.append(f'<path fill="{_COLOURS[_PASSES[kind]]}" d="{path}"><title>{said}</title></path>')
+    schedule = timeline.schedule
+    caption = (
+        f"<p>{escape(schedule.name)}: {schedule.micro_batches} micro batches in {timeline.length * 1e3:.2f} ms, of "
+        f"which the stages wait {timeline.bubble:.1%} (the bubble)</p>"
+    )
+    return caption + picture(len(timeline.spans) * (_BAR + 4), "schedule of the pipeline", marks)
 
 
 def _block(x: float, y: float, width: float, colour: str, said: str) -> str:

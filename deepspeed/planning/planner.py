@@ -1,9 +1,4 @@
-"""`plan`: what ranks of a job hold, send and take time for, traced on pretended ranks, and whether it fits.
-
-An operation takes as long as its products or its bytes do, whichever is longer. Collectives of data-parallel ranks run
-concurrently with the phase that they are in, where the config overlaps them; those that layers wait for do not. Stages
-of a pipeline wait for the slowest, and while it fills and drains.
-"""
+"""`plan`: what ranks of a job hold, send and take time for, traced on pretended ranks, and whether it fits."""
 
 from __future__ import annotations
 
@@ -16,21 +11,10 @@ from torch import nn
 
 from deepspeed.comm.records import LinkBytes
 from deepspeed.errors import UsageError
-from deepspeed.parallel.axes import SAMPLE_AXES
 from deepspeed.planning.ceilings import DeviceCeilings, device_of
 from deepspeed.planning.sources import ExampleBatch
-from deepspeed.planning.trace import (
-    BACKWARD,
-    FORWARD,
-    STEP,
-    Collective,
-    OperationWork,
-    PlannedModel,
-    RankPlace,
-    RankTrace,
-    quiet,
-    trace,
-)
+from deepspeed.planning.step_time import StepTime, step_time
+from deepspeed.planning.trace import Collective, PlannedModel, RankPlace, RankTrace, quiet, trace
 
 FRAGMENTATION = "fragmentation"
 
@@ -137,6 +121,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Everything but the curve of memory, as plain values."""
         largest, time = self.largest, self.time
+        timeline = None if time is None else time.timeline
         train, micro, steps = largest.batch
         return {
             "world": self.cluster.world,
@@ -166,6 +151,15 @@ class Plan:
                 "utilization": time.utilization,
                 "phases": {phase.phase: asdict(phase) for phase in time.phases},
                 "largest": dict(time.largest),
+                "pipeline": None
+                if timeline is None
+                else {
+                    "schedule": timeline.schedule.name,
+                    "micro_batches": timeline.schedule.micro_batches,
+                    "seconds": timeline.length,
+                    "bubble": timeline.bubble,
+                    "busy": [sum(end - begin for _, begin, end in row) for row in timeline.spans],
+                },
             },
             "assumed": list(self.assumed),
         }
@@ -218,107 +212,3 @@ def _require_sizes(batch: int | None, sequence: int | None) -> None:
 def _sent(collectives: Sequence[Collective]) -> tuple[float, float]:
     within = sum(each.count * each.links.within for each in collectives)
     return within, sum(each.count * each.links.between for each in collectives)
-
-
-_NARROW = frozenset(("bfloat16", "float16"))
-_PRODUCTS = ("mm", "bmm", "attention", "conv", "linear", "matmul")
-_LARGEST = 3
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseTime:
-    """Seconds of one phase of a step, of all its micro batches."""
-
-    phase: str
-    computes: float
-    sends: float
-    exposed: float
-    """What of sending is left when computing is done."""
-
-    @property
-    def total(self) -> float:
-        """From begin to end."""
-        return self.computes + self.exposed
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """Seconds of a step and where they go."""
-
-    phases: tuple[PhaseTime, ...]
-    bubble: float
-    """Waiting for other stages of a pipeline."""
-    flops: float
-    """Operations of this rank."""
-    utilization: float
-    """Operations of a forward and its backward, without those that are computed again, over the device's peak (MFU)."""
-    largest: tuple[tuple[str, float], ...]
-    """The largest costs."""
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return sum(phase.total for phase in self.phases) + self.bubble
-
-
-def step_time(traces: Sequence[RankTrace], device: DeviceCeilings) -> StepTime:
-    """Of the slowest of these ranks."""
-    return max((_of_rank(trace, device) for trace in traces), key=lambda found: found.total)
-
-
-def _of_rank(trace: RankTrace, device: DeviceCeilings) -> StepTime:
-    phases, costs = [], dict[str, float]()
-    for phase in (FORWARD, BACKWARD, STEP):
-        computes = 0.0
-        for work in trace.work:
-            if work.phase == phase:
-                seconds = _seconds(work, device)
-                computes += seconds
-                _add(costs, f"{work.name} in {phase}", seconds)
-        hidden = waited = 0.0
-        for each in trace.collectives:
-            if each.phase == phase:
-                seconds = each.count * _sending(each, device)
-                _add(costs, f"{each.op} over {each.axis} in {phase}", seconds)
-                concurrent = trace.overlaps and phase != STEP and _of_samples(each)
-                hidden, waited = (hidden + seconds, waited) if concurrent else (hidden, waited + seconds)
-        phases.append(PhaseTime(phase, computes, hidden + waited, waited + max(hidden - computes, 0.0)))
-    busy = sum(phase.total for phase in phases if phase.phase != STEP)
-    bubble = busy * (trace.stages - 1) / trace.batch[2]
-    if bubble:
-        costs["waiting for other stages"] = bubble
-    flops = sum(work.flops for work in trace.work)
-    total = sum(phase.total for phase in phases) + bubble
-    useful = 3 * sum(work.flops for work in trace.work if work.phase == FORWARD and _is_product(work))
-    peak = device.narrow_flops if _mostly_narrow(trace) else device.wide_flops
-    largest = sorted(costs.items(), key=lambda item: -item[1])[:_LARGEST]
-    return StepTime(tuple(phases), bubble, flops, useful / (peak * total) if total else 0.0, tuple(largest))
-
-
-def _add(costs: dict[str, float], name: str, seconds: float) -> None:
-    costs[name] = costs.get(name, 0.0) + seconds
-
-
-def _seconds(work: OperationWork, device: DeviceCeilings) -> float:
-    narrow = work.dtype in _NARROW and _is_product(work)
-    rate = device.narrow_flops if narrow else device.wide_flops
-    return max(work.flops / rate, work.nbytes / device.bandwidth, work.count * device.launch)
-
-
-def _sending(each: Collective, device: DeviceCeilings) -> float:
-    return max(each.links.within / device.within, each.links.between / device.between)
-
-
-def _of_samples(each: Collective) -> bool:
-    return set(each.axis.split("+")) <= set(SAMPLE_AXES)
-
-
-def _is_product(work: OperationWork) -> bool:
-    return any(word in work.name for word in _PRODUCTS)
-
-
-def _mostly_narrow(trace: RankTrace) -> bool:
-    narrow: Mapping[bool, float] = {
-        kind: sum(work.flops for work in trace.work if (work.dtype in _NARROW) is kind) for kind in (True, False)
-    }
-    return narrow[True] >= narrow[False]

@@ -3,9 +3,9 @@
 [Note: steps of a trace] The first step learns in which order gradients and parameters come, and makes the optimizer's
 states; the second uses this; the third is one of many. Memory is looked at in all of them, since the first may need
 most; collectives and work are those of the last. Micro steps between the first and the last of a step are alike: with
-accumulation two are run, and the first counts for those that are not. Of the micro batches of a pipeline the last step
-has as few as make this rank hold as many as in a whole step, where a rank has one stage; the first steps have two,
-where parameters are whole.
+accumulation two are run, and the first counts for those that are not. So it is in a pipeline, too: the last step has as
+few micro batches as make this rank hold as many as in a whole step, where a rank has one stage; the first steps have
+two, where parameters are whole.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import copy
 import importlib
 import itertools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,14 +36,15 @@ from deepspeed.config import load
 from deepspeed.config.batch import MICRO, TRAIN
 from deepspeed.config.read import read as read_config
 from deepspeed.errors import UsageError
-from deepspeed.events import PhaseBegan, PhaseFinished
+from deepspeed.events import Phase, PhaseBegan, PhaseFinished
 from deepspeed.memory.host import HOST_STORAGES
 from deepspeed.ops.precompile import rehearsal
 from deepspeed.parallel import ParallelLayout
 from deepspeed.parallel.axes import GRID_AXES
 from deepspeed.pipe.engine import PipelineEngine
+from deepspeed.pipe.executor import Pass
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.pipe.schedule.actions import Schedule
+from deepspeed.pipe.schedule.actions import PassKind, Schedule
 from deepspeed.pipe.schedule.simulate import simulate
 from deepspeed.planning.sources import Example, ExampleBatch, example_of
 from deepspeed.planning.untouched import UntouchedMemory
@@ -63,7 +65,10 @@ from deepspeed.runtime.out_of_memory import held_tensors
 from deepspeed.zero.interface import numel_of
 
 STEPS = 3
-FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+FORWARD, BACKWARD, WEIGHTS, STEP = "forward", "backward", "backward of weights", "step"
+PHASES = (FORWARD, BACKWARD, WEIGHTS, STEP)
+"""Of a step; that of weights is one of its own where a schedule puts it off."""
+MESSAGES = ("send", "recv", "isend", "irecv")
 BUCKETS, LOGITS, WORKSPACE = "buckets", "logits", "workspace"
 _POINTS = 400  # of the curve of a step
 KINDS = (
@@ -72,10 +77,11 @@ KINDS = (
 )
 """Of memory on the device, in the order in which they are shown."""
 
-# Sections that write files, print, or stop the device to measure: none of them changes what a step holds or sends.
+# Sections that write files, print, measure or check: none of them changes what other steps hold or send.
 _WATCHES = (
     *("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "memory_profiler", "comms_logger"),
     *("wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state", "hangs", "timers", "autotuning"),
+    *("events", "trace", "verify"),
 )
 
 
@@ -215,6 +221,7 @@ def trace(job: PlannedModel, place: RankPlace) -> RankTrace:
     with pretended_rank(*place), ExitStack() as stack:
         memory = stack.enter_context(UntouchedMemory())
         stack.enter_context(rehearsal())
+        stack.enter_context(redirect_stdout(sys.stderr))  # tables of engines: a plan may be JSON on the standard output
         with torch.enable_grad():
             return _Tracer(job, place, memory, stack).run()
 
@@ -225,15 +232,21 @@ class _Tracer:
     place: RankPlace
     memory: UntouchedMemory
     stack: ExitStack
-    phases: list[str] = field(default_factory=list)
+    phases: list[tuple[str, int | None]] = field(default_factory=list)
+    """(phase, micro step of this step) that run, the innermost last; no micro step: in none."""
+    passes: Iterator[Pass] = field(default_factory=lambda: iter(()))
+    """What this rank of a pipeline computes next."""
+    began: int = 0
+    """Micro steps before this step."""
     work: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
-    borders: list[tuple[int, str]] = field(default_factory=list)
-    """(collectives so far, phase that follows) of the step."""
+    borders: list[tuple[int, str, int | None]] = field(default_factory=list)
+    """(collectives so far, phase and micro step that follow) of the step."""
     entries: list[Entry] = field(default_factory=list)
     dense: list[str] = field(default_factory=list)
     """Embeddings with sparse gradients, which are planned as dense ones."""
 
     def run(self) -> RankTrace:
+        others = tuple(HOST_STORAGES)  # of engines that were here before
         engine = self._engine()
         self.stack.callback(engine.destroy)
         parts = engine._parts
@@ -243,7 +256,7 @@ class _Tracer:
         schedule = engine._plan(steps) if isinstance(engine, PipelineEngine) else None
         first, ran = _micro_steps(engine, steps, schedule)
         for subscription in (
-            parts.events.subscribe(PhaseBegan, lambda event: self._enter(_word(event.phase.value))),
+            parts.events.subscribe(PhaseBegan, self._enter),
             parts.events.subscribe(PhaseFinished, lambda _: self._leave()),
         ):
             self.stack.callback(subscription.close)
@@ -255,13 +268,11 @@ class _Tracer:
         engine.set_train_batch_size(train // steps * ran)
         began = len(profiler.changes)
         self.memory.seen = self._seen
-        entries, marks = self._step(engine, example, ran)
+        entries = self._step(engine, example, ran)
         self.memory.seen = self.memory.sent = None
         profiler.stop()
         peak = profiler.peak
         assert peak is not None, "a step computes something"
-        skipped = steps - ran
-        scale = steps / ran if pipeline is not None else 1.0
         head = _head(parts.module)
         return RankTrace(
             place=self.place,
@@ -275,11 +286,11 @@ class _Tracer:
             peak=peak,
             kinds=_kinds(peak, head),
             sizes=_sizes(profiler.changes),
-            host=_on_host(engine),
-            collectives=self._collectives(parts.layout, entries, marks, skipped, scale),
+            host=_on_host(engine, others),
+            collectives=self._collectives(parts.layout, entries, steps, ran),
             work=self._work(steps / ran),
             moments=_moments(profiler.changes, began, head),
-            overlaps=bool(parts.config.schema.zero_optimization.overlap_comm),
+            overlaps=parts.config.schema.zero_optimization.overlaps_comm,
             partition=() if pipeline is None else tuple(b - a for a, b in itertools.pairwise(pipeline.parts)),
             assumed=(*example.assumed, *_assumed(self.memory, engine), *self._densely()),
         )
@@ -288,13 +299,19 @@ class _Tracer:
         if self.dense:
             yield f"all rows of sparse gradients travel: {', '.join(self.dense)}"
 
-    def _enter(self, phase: str) -> None:
-        self.phases.append(phase)
-        self.borders.append((len(self.entries), phase))
+    def _enter(self, event: PhaseBegan) -> None:
+        word = _word(event.phase.value)
+        if event.phase in (Phase.FORWARD, Phase.BACKWARD):
+            one = next(self.passes, None)
+            word = WEIGHTS if one is not None and one.action.op is PassKind.WEIGHT else word
+        elif self.phases:
+            word = self.phases[-1][0]  # a part of it
+        self.phases.append((word, event.micro_step - self.began))
+        self.borders.append((len(self.entries), *self.phases[-1]))
 
     def _leave(self) -> None:
         self.phases.pop()
-        self.borders.append((len(self.entries), self.phases[-1] if self.phases else STEP))
+        self.borders.append((len(self.entries), *(self.phases[-1] if self.phases else (STEP, None))))
 
     def _engine(self) -> DeepSpeedEngine:
         job = self.job
@@ -323,23 +340,23 @@ class _Tracer:
         self.stack.callback(parts.events.subscribe(PhaseFinished, lambda _: profiler.leave_phase()).close)
         return profiler
 
-    def _step(self, engine: Any, example: Example, steps: int) -> tuple[list[Entry], list[int]]:
-        """One step; its collectives, and how many there were after each micro step."""
-        marks: list[int] = []
+    def _step(self, engine: Any, example: Example, steps: int) -> list[Entry]:
+        """One step; its collectives."""
         self.borders.clear()
+        self.began = engine._parts.accumulation.micro_steps
         with DEFAULT.recorded() as entries:
             self.entries = entries
-            if isinstance(engine._parts.module, PipelineModule):
+            if isinstance(engine, PipelineEngine):
+                self.passes = iter(engine._executor._of_this_rank(engine._plan(steps)))
                 engine.train_batch(iter([example.inputs] * steps))
             else:
                 for _ in range(steps):
                     engine.backward(example.run(engine))
                     engine.step()
-                    marks.append(len(entries))
-        return entries, marks
+        return entries
 
     def _sent(self, profiler: MemoryProfiler, tensors: Sequence[Tensor]) -> None:
-        if self.phases and self.phases[-1] == BACKWARD:
+        if self.phases and self.phases[-1][0] in (BACKWARD, WEIGHTS):
             profiler.name_made(BUCKETS, tensors)
 
     def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -348,7 +365,7 @@ class _Tracer:
         for leaf in (*tensors_of(args), *tensors_of(kwargs.values()), *tensors_of((out,))):
             moved += leaf.nbytes
             widest = widest or (leaf.dtype if leaf.is_floating_point() else None)
-        key = (self.phases[-1] if self.phases else FORWARD, func._overloadpacket.__name__, str(widest)[6:])
+        key = (self.phases[-1][0] if self.phases else FORWARD, func._overloadpacket.__name__, str(widest)[6:])
         held = self.work.setdefault(key, [0, 0.0, 0.0])
         held[0] += 1
         held[1] += flops
@@ -365,19 +382,22 @@ class _Tracer:
         return tuple(found)
 
     def _collectives(
-        self, layout: ParallelLayout, entries: Sequence[Entry], marks: Sequence[int], skipped: int, scale: float
+        self, layout: ParallelLayout, entries: Sequence[Entry], steps: int, ran: int
     ) -> tuple[Collective, ...]:
+        """Of a step of so many micro steps, of which `ran` were run."""
         counts: dict[tuple[str, tuple[int, ...], int, str], float] = {}
-        borders, phase = iter([*self.borders, (len(entries) + 1, STEP)]), FORWARD
+        borders = iter([*self.borders, (len(entries) + 1, STEP, None)])
+        phase, micro = FORWARD, None
         following = next(borders)
         for place, entry in enumerate(entries):
             while following[0] <= place:
-                phase = following[1]
+                _, phase, micro = following
                 following = next(borders)
             record = read(entry)
-            times = 1.0 + skipped if len(marks) > 1 and place < marks[0] else 1.0
-            key = (record.op, record.ranks, record.bytes, phase)
-            counts[key] = counts.get(key, 0.0) + times * (scale if record.p2p else 1.0)
+            given = _MESSAGES_OF.get((record.label or "").partition(" ")[0]) if record.op in MESSAGES else None
+            times = steps / ran if given else 1.0 + (steps - ran if ran > 1 and micro == 0 else 0)
+            key = (record.op, record.ranks, record.bytes, given or phase)
+            counts[key] = counts.get(key, 0.0) + times
         names = _axis_names(layout)
         return tuple(
             Collective(
@@ -434,6 +454,10 @@ def _with_batch(config: dict[str, Any], batch: int) -> dict[str, Any]:
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
+
+
+_MESSAGES_OF = {"activation": FORWARD, "gradient": BACKWARD}
+"""What a message of a pipeline is, as its label begins → the phase that gave it."""
 
 
 def _word(phase: str) -> str:
@@ -506,7 +530,7 @@ def _sizes(changes: Sequence[MemoryChange]) -> dict[int, int]:
     return dict(Counter(size for size in held.values() if size > 0))
 
 
-def _on_host(engine: DeepSpeedEngine) -> dict[str, int]:
+def _on_host(engine: DeepSpeedEngine, others: Sequence[torch.UntypedStorage]) -> dict[str, int]:
     """Bytes in host memory between steps, by kind."""
     counted: set[int] = set()
     found: dict[str, int] = {}
@@ -516,7 +540,8 @@ def _on_host(engine: DeepSpeedEngine) -> dict[str, int]:
             if storage in HOST_STORAGES and storage._cdata not in counted:
                 counted.add(storage._cdata)
                 found[kind] = found.get(kind, 0) + storage.nbytes()
-    rest = sum(storage.nbytes() for storage in tuple(HOST_STORAGES)) - sum(found.values())
+    strange = set(map(id, others))
+    rest = sum(each.nbytes() for each in tuple(HOST_STORAGES) if id(each) not in strange) - sum(found.values())
     return {**found, **({"staging": rest} if rest else {})}
 
 

@@ -34,7 +34,6 @@ class LossScalerBase:
         return StaticScale(self.cur_scale).apply(loss)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Backward of the scaled loss."""
         torch.autograd.backward(self.scale_loss(loss), retain_graph=retain_graph)
 
 

@@ -26,6 +26,7 @@ class Options:
     checkpoint: str | None = None
     config: str | None = None
     params: int | None = None
+    model: str | None = None
     timeout: float = 60.0
     size: int = 2**24
     write_size: int = 2**26
@@ -51,6 +52,7 @@ def parse(argv: Sequence[str] | None, checks: Sequence[str]) -> tuple[Options, P
     )
     add("--config", metavar="FILE", help="the config, where the script's arguments do not name it")
     add("--params", type=_parameters, metavar="N", help="parameters of the model, such as 7B, to hold memory against")
+    add("--model", metavar="TARGET", help="plan the job: what builds its model, as for ds_plan, such as train.py")
     add("--timeout", type=_seconds, default=60.0, metavar="S", help="seconds until a rank counts as absent")
     add("--size", type=parse_size, default="16M", help="bytes of each measured exchange between ranks")
     add("--write-size", type=parse_size, default="64M", help="bytes that each host writes to the checkpoint folder")

@@ -100,7 +100,6 @@ class SynchronizedWallClockTimer:
         return timer
 
     def get_timers(self) -> dict[str, NamedTimer]:
-        """All timers by name."""
         return self.timers
 
     @staticmethod

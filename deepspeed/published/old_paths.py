@@ -433,7 +433,7 @@ REMOVED: dict[str, str] = {
 }
 
 _TORCHAO = "torchao and PEFT quantise models, and engines of this library train them"
-_MOQ = "the section quantize_training rounds weights while they train, by deepspeed.compression.utils"
+_MOQ = "the section quantize_training rounds weights while they train"
 _SCHEDULE = "engine.compile() takes a schedule, and docs/compile.md describes it"
 _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 

@@ -49,7 +49,7 @@ class StateOffload:
             self._send(self._empty + 1)
             self.away.empty(self._storages[self._empty])
             self._empty += 1
-        while returns and self._empty and self._ends[self._empty - 1] - self._storage_bytes(self._empty - 1) >= room:
+        while returns and self._empty and self._taken(self._empty - 1) >= room:
             self._empty -= 1
             self.away.fetch(self._storages[self._empty])
         self._ahead = max(self._ahead, self._taken(self._empty) - before)
@@ -76,9 +76,6 @@ class StateOffload:
 
     def _taken(self, count: int) -> int:
         return self._ends[count - 1] if count else 0
-
-    def _storage_bytes(self, place: int) -> int:
-        return self._ends[place] - self._taken(place)
 
     def _send(self, count: int) -> None:
         while self._sent < count:

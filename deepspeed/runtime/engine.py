@@ -177,19 +177,17 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
             if self.events.wants(OverflowFound):
-                self.events.emit(self._overflow_event(outcome))
+                found = OverflowFound(
+                    step=self.global_steps,
+                    scale_before=outcome.scale_before,
+                    scale_after=outcome.scale_after,
+                    scaled=self._scaled(outcome),
+                    in_a_row=self.skipped_in_a_row,
+                )
+                self.events.emit(found)
         if self.events.wants(StepFinished):
             self.events.emit(self._finished_event(outcome, used_lr, used_momentum))
         self.loss_of_step = None
-
-    def _overflow_event(self, outcome: StepOutcome) -> OverflowFound:
-        return OverflowFound(
-            step=self.global_steps,
-            scale_before=outcome.scale_before,
-            scale_after=outcome.scale_after,
-            scaled=self._scaled(outcome),
-            in_a_row=self.skipped_in_a_row,
-        )
 
     def _finished_event(self, outcome: StepOutcome, lr: tuple[float, ...], momentum: tuple[Any, ...]) -> StepFinished:
         """`lr` and `momentum` are those that the step was taken with."""
@@ -383,7 +381,6 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config as it was given."""
         return self._config.loaded.raw
 
     @property

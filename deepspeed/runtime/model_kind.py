@@ -90,5 +90,4 @@ class ModelKind:
         warn_if_frozen(self.module, optimizer)
 
     def engine(self, parts: Parts) -> DeepSpeedEngine:
-        """The engine of these parts."""
         return DeepSpeedEngine(parts)

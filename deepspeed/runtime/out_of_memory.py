@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.config.batch import MICRO
+from deepspeed.config.memory import size_text
 from deepspeed.events import PhaseFailed
+from deepspeed.memory.savings import OPTIMIZER, PARAMETERS, ZERO, JobSizes, Saving, savings
 from deepspeed.runtime.parts import Parts
 from deepspeed.zero.interface import shards_of
 
@@ -62,9 +65,17 @@ class OutOfMemory:
         lines += [f"  {nbytes / 2**30:8.2f} GiB  {kind}" for kind, nbytes in held.items()]
         if advice := changes(parts, held, _wanted(str(error))):
             lines += ["The cheapest changes that may free enough:", *(f"  - {line}" for line in advice)]
+            lines.append(f"To plan them exactly: {_command(parts)}")
         if parts.memory_profiler is not None:
             lines += parts.memory_profiler.report()
         error.args = ("\n".join([str(error), "", *lines]),)
+
+
+def _command(parts: Parts) -> str:
+    """What plans the job on these ranks and this memory, and every change."""
+    total = size_text(int(get_accelerator().total_memory(parts.device.index)))
+    layout = parts.layout
+    return f"ds_plan SCRIPT CONFIG --world {layout.world.size} --memory {total.replace(' ', '')} --advise"
 
 
 def _running(error: BaseException, model: nn.Module) -> str:
@@ -110,36 +121,43 @@ def changes(parts: Parts, held: dict[str, int], wanted: int) -> list[str]:
 
 def _options(parts: Parts, held: dict[str, int]) -> Iterator[tuple[str, int]]:
     """(change, bytes that it frees by arithmetic), from what costs nothing to what costs time."""
-    schema, module, ranks = parts.config.schema, parts.module, parts.layout.samples.size
-    zero, rest = schema.zero_optimization, held[REST]
-    micro = 1 if parts.batch is None else parts.batch.micro
-    if micro > 1:  # the parts must be equal for the batch of a step to stay what it is: 6 = 2 * 3, 5 = 5 * 1
-        times = next(count for count in range(2, micro + 1) if micro % count == 0)
-        steps = parts.accumulation.steps * times
-        yield (
-            f'"train_micro_batch_size_per_gpu": {micro // times} with "gradient_accumulation_steps": {steps}',
-            rest - rest // times,
-        )
-    if hasattr(module, "gradient_checkpointing_enable") and not getattr(module, "is_gradient_checkpointing", False):
-        yield "model.gradient_checkpointing_enable(), which computes activations again", rest * 3 // 4
-    away = zero.offloads_optimizer or not held["masters"] + held["moments"]
-    freed = 0
-    spread = [  # by each stage, besides what the one before spreads
-        (1, zero.shards_states, ("masters", "moments")),
-        (2, zero.shards_gradients, ("gradients",)),
-        (3, zero.shards_parameters, ("parameters",)),
-    ]
-    for stage, done, kinds in spread:
-        if ranks > 1 and not done:
-            freed += sum(held[kind] for kind in kinds)
-            yield f'"zero_optimization": {{"stage": {stage}}}', freed - freed // ranks
-    if not away:
-        yield (
-            '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
-            held["masters"] + held["moments"],
-        )
-    if zero.shards_parameters and not zero.offloads_parameters:
-        yield '"zero_optimization": {"offload_param": {"device": "cpu"}}', held["parameters"]
+    module, zero = parts.module, parts.config.schema.zero_optimization
+    away = zero.offload_optimizer if zero.offloads_optimizer else None
+    can = hasattr(module, "gradient_checkpointing_enable") and not getattr(module, "is_gradient_checkpointing", False)
+    sizes = JobSizes(
+        micro=1 if parts.batch is None else parts.batch.micro,
+        steps=parts.accumulation.steps,
+        replicas=parts.layout.samples.size,
+        stage=int(zero.stage),
+        states_away=0.0 if away is None else float(away.ratio),
+        parameters_away=zero.offloads_parameters,
+        pipeline=parts.layout.sizes.get("pp", 1),
+        recomputes=not can,
+    )
+    smaller = False
+    for saving in savings(sizes):
+        if MICRO not in saving.keys or not smaller:  # the least change of the micro batch
+            smaller = smaller or MICRO in saving.keys
+            if freed := _freed(saving, sizes, held):
+                yield str(saving), freed
+
+
+def _freed(saving: Saving, sizes: JobSizes, held: dict[str, int]) -> int:
+    """Bytes of the device that a change frees, as far as arithmetic knows."""
+    rest, zero = held[REST], saving.keys.get(ZERO, {})
+    if MICRO in saving.keys:
+        return rest - rest * int(saving.keys[MICRO]) // sizes.micro
+    if saving.code or "pipeline" in saving.keys:
+        return rest * 3 // 4
+    states = held["masters"] + held["moments"]
+    if OPTIMIZER in zero:
+        ratio = zero[OPTIMIZER]["ratio"]
+        return int(states * (ratio - sizes.states_away) / (1 - sizes.states_away))
+    if PARAMETERS in zero:
+        return held["parameters"]
+    spread = ((1, states), (2, held["gradients"]), (3, held["parameters"]))  # besides what the stage before spreads
+    freed = sum(nbytes for stage, nbytes in spread if sizes.stage < stage <= zero["stage"])
+    return freed - freed // sizes.replicas
 
 
 def _wanted(text: str) -> int:

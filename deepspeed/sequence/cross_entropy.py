@@ -133,7 +133,6 @@ class VocabParallelCrossEntropyLoss(nn.Module):
         }
 
     def forward(self, vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
-        """The loss."""
         return vocab_parallel_cross_entropy(
             vocab_parallel_logits,
             target,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deepspeed import comm
+from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.comm.discover import local_ranks
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.config.schema import Schema
@@ -72,24 +73,14 @@ class InputCheck:
 
 def _checksum(value: Any) -> int:
     total = 0
-    for tensor in _tensors(value):
+    for tensor in tensors_in(value):
+        if tensor.is_meta:
+            continue
         data = tensor.detach().cpu().contiguous().reshape(-1)
         total = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), total)
         if data.numel():
             total = zlib.crc32(data.view(torch.uint8).numpy().data, total)
     return total
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if not value.is_meta:
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 @dataclass(frozen=True)

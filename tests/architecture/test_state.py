@@ -35,7 +35,7 @@ PROGRAMS = ("__main__",)  # importing one runs it
 # folder::function → what is remembered for the rest of the process
 MEMOS = {
     "accelerator::keep_heap": "that malloc was shown a large block",
-    "checkpoint::_machine": "how a pattern of a universal checkpoint is matched",
+    "checkpoint::_parsed": "how a pattern of a universal checkpoint is matched",
     "checkpoint::works": "whether this torch hands over memory as it is",
     "comm::parts_bytes": "how long messages of some parts are",
     "comm::places": "where the parts of messages lie",

@@ -62,7 +62,6 @@ class Opener:
         return self._once(name, self._tensors)
 
     def text(self, name: str) -> str:
-        """A text file."""
         path = inside(self.directory, name, "the file name")
         if name in self._facts:
             facts = self._facts[name]

@@ -185,7 +185,7 @@ class FileCheck:
                 with ThreadPoolExecutor(threads, "checkpoint-read") as pool:
                     good = list(pool.map(work, blocks))
         except OSError as error:
-            return [self._unreadable(error)]
+            return [FileProblem(str(self.path), f"cannot be read: {error.strerror or error}")]
         finally:
             if reader is not None:
                 reader.close()
@@ -212,9 +212,6 @@ class FileCheck:
                     # numpy lets other threads run while it copies; a memoryview would not.
                     np.copyto(_array(each.part(first, last)), _array(piece[first - place : last - place]))
         return known or value == self.facts.sums[index]
-
-    def _unreadable(self, error: OSError) -> FileProblem:
-        return FileProblem(str(self.path), f"cannot be read: {error.strerror or error}")
 
     def _ranges(self, bad: list[int]) -> Iterable[str]:
         """Neighbouring blocks told as one range."""

@@ -18,11 +18,12 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 import numpy as np
+
+from deepspeed.ops.aio.engine import Workers
+from deepspeed.ops.aio.open_file import Scratch
 
 COLUMNS = "columns"
 """The name in manifests."""
@@ -286,37 +287,21 @@ class _Direct:
             self._sums.append(self._jobs[len(self._sums)].result())
 
 
-class _Workers:
-    """Threads for the blocks of one file. An executor of Python would refuse work once the program is about to end,
-    which is when the last background save is still being written. They start with the first job."""
-
-    def __init__(self, count: int) -> None:
-        self._queue: SimpleQueue[tuple[Future[int], Callable[..., int], tuple[Any, ...]] | None] = SimpleQueue()
-        self._count = count
-        self._threads: list[Thread] = []
+class _Workers(Workers):
+    """Threads for the blocks of one file."""
 
     def submit(self, function: Callable[..., int], *arguments: Any) -> Future[int]:
-        while len(self._threads) < self._count:
-            self._threads.append(Thread(target=self._work, name="checkpoint-write"))
-            self._threads[-1].start()
+        """What `function` returns, or the error of the disk that it meets."""
         future: Future[int] = Future()
-        self._queue.put((future, function, arguments))
-        return future
 
-    def close(self) -> None:
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-
-    def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            future, function, arguments = job
+        def run(_: Scratch) -> None:
             try:
                 future.set_result(function(*arguments))
             except OSError as error:
                 future.set_exception(error)
+
+        self.give([run])
+        return future
 
 
 def _write_at(descriptor: int, view: memoryview, start: int) -> None:

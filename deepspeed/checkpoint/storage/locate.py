@@ -64,7 +64,6 @@ class FoundCheckpoint:
 
     @property
     def tag(self) -> str | None:
-        """Its tag."""
         return None if self.checkpoint is None else self.checkpoint.tag
 
     @property
@@ -191,7 +190,7 @@ def find_loadable(save_dir: str | os.PathLike[str], tag: str | None = None, late
         why = FileProblem(str(save_dir / latest), "there is no such file, so no checkpoint is named")
         return FoundCheckpoint(None, (why, *problems), tuple(good), named=False)
     chosen = next((c for c in checkpoints if c.tag == wanted), None)
-    if chosen is None and wanted and _is_inside(save_dir, wanted):
+    if chosen is None and wanted and flaw_of_name(wanted) is None and (save_dir / wanted).is_dir():
         chosen = examine(save_dir / wanted, wanted)  # a tag with a slash, or files of a kind we do not know
     if chosen is not None and chosen.good:
         return FoundCheckpoint(chosen, tuple(problems), tuple(c for c in good if c is not chosen))
@@ -203,10 +202,6 @@ def find_loadable(save_dir: str | os.PathLike[str], tag: str | None = None, late
         bad = (FileProblem(str(save_dir / wanted), "no such checkpoint"),)
     newest = good[0] if good and tag is None else None
     return FoundCheckpoint(newest, (*bad, *problems), tuple(c for c in good if c is not newest))
-
-
-def _is_inside(save_dir: Path, tag: str) -> bool:
-    return flaw_of_name(tag) is None and (save_dir / tag).is_dir()
 
 
 def common(found: Sequence[Sequence[Sequence[str]]]) -> int | None:

@@ -103,7 +103,6 @@ def call_of(entry: Entry) -> CollectiveCall:
 
 
 def as_text(report: RankReport) -> str:
-    """The report as JSON."""
     return json.dumps(asdict(report))
 
 

@@ -61,7 +61,6 @@ class OpenFile:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Close what was opened here."""
         self._opened.close()
 
     def move(self, view: memoryview, offset: int, scratch: Scratch | None) -> None:

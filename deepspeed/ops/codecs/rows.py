@@ -59,14 +59,12 @@ def _part(form: str, block: int, place: tuple[int, int, int, int], message: Tens
 
 @reference("codec_encode_parts")
 def encode_parts_reference(form: str, block: int, places: Places, values: Tensor, message: Tensor) -> None:
-    """In plain torch."""
     for place in places:
         encode_reference(form, block, values.narrow(1, *place[:2]), *_part(form, block, place, message))
 
 
 @reference("codec_sum_parts")
 def sum_parts_reference(form: str, block: int, places: Places, messages: Tensor, out: Tensor) -> None:
-    """In plain torch."""
     for place in places:
         sum_reference(form, block, *_part(form, block, place, messages), out.narrow(1, *place[:2]))
 
@@ -74,7 +72,6 @@ def sum_parts_reference(form: str, block: int, places: Places, messages: Tensor,
 @by_triton("codec_encode_parts")
 @torch.no_grad()
 def encode_parts_triton(form: str, block: int, places: Places, values: Tensor, message: Tensor) -> None:
-    """By the kernel where it can."""
     if not _takes(block, values, message, message):
         encode_parts_reference(form, block, places, values, message)
         return
@@ -86,7 +83,6 @@ def encode_parts_triton(form: str, block: int, places: Places, values: Tensor, m
 @by_triton("codec_sum_parts")
 @torch.no_grad()
 def sum_parts_triton(form: str, block: int, places: Places, messages: Tensor, out: Tensor) -> None:
-    """By the kernel where it can."""
     if not _takes(block, out, messages, messages) or not len(messages):
         sum_parts_reference(form, block, places, messages, out)
         return
@@ -100,7 +96,6 @@ def sum_parts_triton(form: str, block: int, places: Places, messages: Tensor, ou
 def encode_reference(
     form: str, block: int, values: Tensor, payload: Tensor, scales: Tensor, seed: int | None = None
 ) -> None:
-    """In plain torch."""
     for at, (part, codes, scale) in enumerate(_parts(FORMATS[form], block, values, payload, scales)):
         noise = None if seed is None else dither(part, seed, at * values.shape[1])
         _encode(FORMATS[form], part, codes, scale, noise)
@@ -109,7 +104,6 @@ def encode_reference(
 @reference("codec_decode")
 @torch.no_grad()
 def decode_reference(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-    """In plain torch."""
     for part, codes, scale in _parts(FORMATS[form], block, out, payload, scales):
         part.copy_(_values(FORMATS[form], codes, scale, part.shape))
 
@@ -117,7 +111,6 @@ def decode_reference(form: str, block: int, payload: Tensor, scales: Tensor, out
 @reference("codec_sum")
 @torch.no_grad()
 def sum_reference(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-    """In plain torch."""
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     for codes_of_row, scales_of_row in zip(payload, scales, strict=True):
         for part, codes, scale in _parts(FORMATS[form], block, total, codes_of_row, scales_of_row):
@@ -195,7 +188,6 @@ def _takes(block: int, values: Tensor, payload: Tensor, scales: Tensor) -> bool:
 def encode_triton(
     form: str, block: int, values: Tensor, payload: Tensor, scales: Tensor, seed: int | None = None
 ) -> None:
-    """By the kernel where it can."""
     if seed is not None or not _takes(block, values, payload, scales):
         encode_reference(form, block, values, payload, scales, seed)
         return
@@ -207,7 +199,6 @@ def encode_triton(
 @by_triton("codec_decode")
 @torch.no_grad()
 def decode_triton(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-    """By the kernel where it can."""
     if not _takes(block, out, payload, scales):
         decode_reference(form, block, payload, scales, out)
         return
@@ -219,7 +210,6 @@ def decode_triton(form: str, block: int, payload: Tensor, scales: Tensor, out: T
 @by_triton("codec_sum")
 @torch.no_grad()
 def sum_triton(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-    """By the kernel where it can."""
     if not _takes(block, out, payload, scales) or not len(payload):
         sum_reference(form, block, payload, scales, out)
         return
@@ -251,7 +241,6 @@ def signed(payload: Tensor, scales: Tensor, out: Tensor, *, add: bool = False) -
 @reference("codec_signs")
 @torch.no_grad()
 def signs_reference(values: Tensor, payload: Tensor) -> Tensor:
-    """In plain torch."""
     weights = 1 << torch.arange(8, device=values.device).view(8, 1)
     for part, bits in _sign_parts(values, payload):
         lanes = torch.nn.functional.pad((part < 0).to(torch.int64), (0, 8 * bits.shape[-1] - part.shape[-1]))
@@ -263,7 +252,6 @@ def signs_reference(values: Tensor, payload: Tensor) -> Tensor:
 @reference("codec_signed")
 @torch.no_grad()
 def signed_reference(payload: Tensor, scales: Tensor, out: Tensor, add: bool) -> None:
-    """In plain torch."""
     if add:
         total = torch.zeros(1, len(out), dtype=torch.float32, device=out.device)
         for row in range(len(payload)):
@@ -296,7 +284,6 @@ def _sign_parts(values: Tensor, payload: Tensor) -> list[tuple[Tensor, Tensor]]:
 @by_triton("codec_signs")
 @torch.no_grad()
 def signs_triton(values: Tensor, payload: Tensor) -> Tensor:
-    """By the kernel where it can."""
     if not _takes(_SIGNS, values, payload, payload):
         return signs_reference(values, payload)
     from deepspeed.ops.codecs.kernels import rows as kernels
@@ -307,7 +294,6 @@ def signs_triton(values: Tensor, payload: Tensor) -> Tensor:
 @by_triton("codec_signed")
 @torch.no_grad()
 def signed_triton(payload: Tensor, scales: Tensor, out: Tensor, add: bool) -> None:
-    """By the kernel where it can."""
     if not _takes(_SIGNS, out, payload, scales) or not len(payload):
         signed_reference(payload, scales, out, add)
         return

@@ -53,7 +53,6 @@ def scales(shape: Sequence[int], form: Form, device: torch.device) -> Tensor:
 def round_groups_reference(
     matrices: Sequence[Tensor], dim: int, dtype: torch.dtype, forms: Forms, *, rows: bool = True, columns: bool = True
 ) -> Quantized:
-    """In plain torch."""
     x = matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), dim)
     (codes, scale), (turned, turned_scale) = _round(x, dtype, forms[0], rows), _round(x.t(), dtype, forms[1], columns)
     one = scale if turned_scale is None else turned_scale
@@ -79,7 +78,6 @@ def _round(x: Tensor, dtype: torch.dtype, form: Form, asked: bool) -> tuple[Tens
 def round_groups_triton(
     matrices: Sequence[Tensor], dim: int, dtype: torch.dtype, forms: Forms, *, rows: bool = True, columns: bool = True
 ) -> Quantized:
-    """By the kernels where they can."""
     if not all(turns(x) and x.numel() for x in matrices):
         return round_groups_reference(matrices, dim, dtype, forms, rows=rows, columns=columns)
     if any(x.shape[dim] % SIDE for x in matrices[:-1]):  # groups would lie across parts

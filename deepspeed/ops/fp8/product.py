@@ -59,7 +59,6 @@ def group_product_reference(a: Tensor, b: Tensor, scales: Scales, dtype: torch.d
 
 @by_triton("fp8_group_product")
 def group_product_triton(a: Tensor, b: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
-    """By the kernel where it can."""
     if not takes(scales[0]):
         return group_product_reference(a, b, scales, dtype)
     from deepspeed.ops.fp8.kernels.product import group_product

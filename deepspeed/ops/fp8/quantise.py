@@ -86,7 +86,6 @@ def round_tensor_reference(
     scale: Tensor | None = None,
     largest: Tensor | None = None,
 ) -> Quantized:
-    """In plain torch."""
     x = matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), dim)
     if scale is None:
         if largest is None:
@@ -99,7 +98,6 @@ def round_tensor_reference(
 @reference("fp8_rows")
 @torch.no_grad()
 def round_rows_reference(x: Tensor, dtype: torch.dtype) -> Quantized:
-    """In plain torch."""
     largest = x.abs().amax(1, keepdim=True).float() if x.numel() else x.new_zeros(x.shape[0], 1, dtype=torch.float32)
     scale = largest.clamp(min=SMALLEST) / torch.finfo(dtype).max
     return Quantized(rounded(x.float() / scale, dtype), None, scale, scale)
@@ -127,7 +125,6 @@ def round_tensor_triton(
     scale: Tensor | None = None,
     largest: Tensor | None = None,
 ) -> Quantized:
-    """By the kernels where they can."""
     if not all(turns(x) and x.numel() for x in matrices):
         return round_tensor_reference(matrices, dim, dtype, rows=rows, columns=columns, scale=scale, largest=largest)
     from deepspeed.ops.fp8.kernels import quantise as kernels
@@ -155,7 +152,6 @@ def round_tensor_triton(
 @torch.no_grad()
 @by_triton("fp8_rows")
 def round_rows_triton(x: Tensor, dtype: torch.dtype) -> Quantized:
-    """By the kernel where it can."""
     if not takes_rows(x):
         return round_rows_reference(x, dtype)
     from deepspeed.ops.fp8.kernels.quantise import round_rows as kernel

@@ -105,7 +105,6 @@ def _pick(values: Tensor, chosen: Tensor, full: bool) -> Tensor:
 
 @by_triton("spread_rows")
 def spread_triton(tokens: Tensor, places: RowAssignment) -> Tensor:
-    """By the kernel where it can."""
     if not takes_rows(tokens):
         return spread_reference(tokens, places)
     from deepspeed.ops.model.kernels.assignments import spread
@@ -115,7 +114,6 @@ def spread_triton(tokens: Tensor, places: RowAssignment) -> Tensor:
 
 @by_triton("combine_rows")
 def combine_triton(rows: Tensor, weights: Tensor | None, places: RowAssignment) -> Tensor:
-    """By the kernel where it can."""
     if not takes_rows(rows):
         return combine_reference(rows, weights, places)
     from deepspeed.ops.model.kernels.assignments import combine

@@ -46,13 +46,11 @@ def halves_slopes(grad: Tensor, both: Tensor, kind: str) -> tuple[Tensor, Tensor
 
 @reference("gated")
 def gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """In plain torch."""
     return (ACTIVATIONS[kind](gate.float()) * up.float()).to(gate.dtype)
 
 
 @reference("gated_halves")
 def halves_reference(both: Tensor, kind: str) -> Tensor:
-    """In plain torch."""
     gate, up = both.chunk(2, -1)
     return gated_reference(gate, up, kind)
 
@@ -60,14 +58,12 @@ def halves_reference(both: Tensor, kind: str) -> Tensor:
 @reference("gated_values")
 @torch.no_grad()
 def values_reference(both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """In plain torch."""
     y = halves_reference(both, kind)
     return y, _largest(y)
 
 
 @reference("gated_slopes")
 def slopes_reference(grad: Tensor, both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """In plain torch."""
     with torch.enable_grad():
         both = both.detach().requires_grad_()
         (slopes,) = torch.autograd.grad(halves_reference(both, kind), both, grad)
@@ -126,7 +122,6 @@ class Halves(torch.autograd.Function):
 
 @by_triton("gated")
 def gated_triton(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """By the kernels where they can."""
     if not takes(gate) or gate.dtype != up.dtype:
         return gated_reference(gate, up, kind)
     result: Tensor = Gated.apply(gate, up, kind)  # type: ignore[no-untyped-call]
@@ -135,7 +130,6 @@ def gated_triton(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 @by_triton("gated_halves")
 def halves_triton(both: Tensor, kind: str) -> Tensor:
-    """By the kernels where they can."""
     if not takes(both):
         return halves_reference(both, kind)
     result: Tensor = Halves.apply(both, kind)  # type: ignore[no-untyped-call]
@@ -144,7 +138,6 @@ def halves_triton(both: Tensor, kind: str) -> Tensor:
 
 @by_triton("gated_values")
 def values_triton(both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """By the kernel where it can."""
     if not takes(both):
         return values_reference(both, kind)
     from deepspeed.ops.model.kernels.gated import gated_forward
@@ -156,7 +149,6 @@ def values_triton(both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 @by_triton("gated_slopes")
 def slopes_triton(grad: Tensor, both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """By the kernel where it can."""
     if not takes(both):
         return slopes_reference(grad, both, kind)
     from deepspeed.ops.model.kernels.gated import gated_backward
@@ -180,7 +172,6 @@ def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
 
 @reference("bias_gelu")
 def bias_gelu_reference(x: Tensor, bias: Tensor, kind: str) -> Tensor:
-    """In plain torch."""
     return ACTIVATIONS[kind](x.float() + bias.float()).to(x.dtype)
 
 
@@ -207,7 +198,6 @@ class BiasGelu(torch.autograd.Function):
 
 @by_triton("bias_gelu")
 def bias_gelu_triton(x: Tensor, bias: Tensor, kind: str) -> Tensor:
-    """By the kernels where they can."""
     if not takes(x):
         return bias_gelu_reference(x, bias, kind)
     result: Tensor = BiasGelu.apply(x, bias, kind)  # type: ignore[no-untyped-call]

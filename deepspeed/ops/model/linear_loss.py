@@ -100,7 +100,6 @@ def softmax_loss_(
 def softmax_loss_reference_(
     logits: Tensor, labels: Tensor, *, ignored: int, cap: float | None = None, gradient: bool = True
 ) -> Tensor:
-    """In plain torch."""
     bent = torch.tanh(logits.float() / cap) if cap is not None else None
     wide = logits.float() if bent is None or cap is None else cap * bent
     losses = functional.cross_entropy(wide, labels, ignore_index=ignored, reduction="none")
@@ -117,7 +116,6 @@ def softmax_loss_reference_(
 def softmax_loss_triton_(
     logits: Tensor, labels: Tensor, *, ignored: int, cap: float | None = None, gradient: bool = True
 ) -> Tensor:
-    """By the kernel where it can."""
     from deepspeed.ops.model.kernels.cross_entropy import softmax_loss_ as kernel
 
     chosen = kernel if takes(logits) and logits.stride(-1) == 1 else softmax_loss_reference_

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from deepspeed.ops.model.linear import rows_of, shaped, takes_rows
@@ -41,7 +41,6 @@ def layer_norm(
 def rms_norm_reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, _keeps: bool = False
 ) -> Pair:
-    """In plain torch."""
     total = x if residual is None else (x + residual).contiguous()  # as that of the kernels
     wide = total.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -52,75 +51,53 @@ def rms_norm_reference(
 def layer_norm_reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, _keeps: bool = False
 ) -> Pair:
-    """In plain torch."""
     total = x if residual is None else (x + residual).contiguous()  # as that of the kernels
     normal = functional.layer_norm(total.float(), total.shape[-1:], weight.float(), bias.float(), eps)
     return normal.to(x.dtype), total
 
 
-class RmsNorm(torch.autograd.Function):
-    """The Triton kernels with their backward."""
+class Norm(torch.autograd.Function):
+    """The Triton kernels with their backward: layer normalisation where there is a bias, else RMS."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, keeps: bool
-    ) -> Any:
-        from deepspeed.ops.model.kernels.norm import rms_norm_forward
-
-        y, total, scale = rms_norm_forward(
-            rows_of(x), None if residual is None else rows_of(residual), weight, eps, offset
-        )
-        ctx.save_for_backward(total, weight, scale)
-        _remember(ctx, residual is not None, offset)
-        return _results(shaped(y, x.shape), x, None if residual is None else total.view(x.shape), keeps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        from deepspeed.ops.model.kernels.norm import rms_norm_backward
-
-        total, weight, scale = ctx.saved_tensors
-        further = None if dtotal is None else rows_of(dtotal)
-        dx, dweight = rms_norm_backward(rows_of(dy), further, total, weight, scale, ctx.offset)
-        dx = dx.view(dy.shape)
-        return dx, dx if ctx.adds else None, dweight.to(weight.dtype), None, None, None
-
-
-class LayerNorm(torch.autograd.Function):
-    """The Triton kernels with their backward."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, keeps: bool
-    ) -> Any:
-        from deepspeed.ops.model.kernels.norm import layer_norm_forward
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        numbers: tuple[float, float],
+        keeps: bool,
+    ) -> Tensor | Pair:
+        from deepspeed.ops.model.kernels.norm import norm_forward
 
         rows = None if residual is None else rows_of(residual)
-        y, total, mean, scale = layer_norm_forward(rows_of(x), rows, weight, bias, eps)
-        ctx.save_for_backward(total, weight, mean, scale)
-        _remember(ctx, residual is not None, 0.0)
-        return _results(shaped(y, x.shape), x, None if residual is None else total.view(x.shape), keeps)
+        eps, offset = numbers
+        y, total, facts = norm_forward(rows_of(x), rows, weight, bias, eps, offset)
+        ctx.save_for_backward(total, weight, *facts)
+        ctx.adds, ctx.offset = residual is not None, offset
+        y = shaped(y, x.shape)
+        if residual is not None:
+            return y, total.view(x.shape)
+        return (y, x) if keeps else y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        from deepspeed.ops.model.kernels.norm import layer_norm_backward
+        from deepspeed.ops.model.kernels.norm import norm_backward
 
-        total, weight, mean, scale = ctx.saved_tensors
+        total, weight, *facts = ctx.saved_tensors
         further = None if dtotal is None else rows_of(dtotal)
-        dx, dweight, dbias = layer_norm_backward(rows_of(dy), further, total, weight, mean, scale)
-        dx = dx.view(dy.shape)
-        return dx, dx if ctx.adds else None, dweight.to(weight.dtype), dbias.to(weight.dtype), None, None
+        dx, found = norm_backward(rows_of(dy), further, total, weight, facts, ctx.offset)
+        dx, (dweight, *dbias) = dx.view(dy.shape), found.to(weight.dtype)
+        return dx, dx if ctx.adds else None, dweight, dbias[0] if dbias else None, None, None
 
 
-def _results(y: Tensor, x: Tensor, total: Tensor | None, keeps: bool) -> Tensor | Pair:
-    if total is not None:
-        return y, total
-    return (y, x) if keeps else y
-
-
-def _remember(ctx: Any, adds: bool, offset: float) -> None:
-    ctx.adds, ctx.offset = adds, offset
+def _computed(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float, keeps: bool
+) -> Pair:
+    result: Any = Norm.apply(x, residual, weight, bias, (eps, offset), keeps)  # type: ignore[no-untyped-call]
+    return (result, x) if residual is None and not keeps else result
 
 
 @by_triton("rms_norm")
@@ -130,10 +107,7 @@ def rms_norm_triton(
     """By the kernels where they can, which is not on the host."""
     if not takes_rows(x):
         return rms_norm_reference(x, residual, weight, eps, offset, keeps)
-    if residual is None and not keeps:
-        return RmsNorm.apply(x, None, weight, eps, offset, False), x  # type: ignore[no-untyped-call]
-    result: Pair = RmsNorm.apply(x, residual, weight, eps, offset, keeps)  # type: ignore[no-untyped-call]
-    return result
+    return _computed(x, residual, weight, None, eps, offset, keeps)
 
 
 @by_triton("layer_norm")
@@ -143,7 +117,4 @@ def layer_norm_triton(
     """By the kernels where they can, which is not on the host."""
     if not takes_rows(x):
         return layer_norm_reference(x, residual, weight, bias, eps, keeps)
-    if residual is None and not keeps:
-        return LayerNorm.apply(x, None, weight, bias, eps, False), x  # type: ignore[no-untyped-call]
-    result: Pair = LayerNorm.apply(x, residual, weight, bias, eps, keeps)  # type: ignore[no-untyped-call]
-    return result
+    return _computed(x, residual, weight, bias, eps, 0.0, keeps)

@@ -25,7 +25,6 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
 
 @reference("rotary")
 def rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    """In plain torch."""
     wide_cos, wide_sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
 
     def turn(x: Tensor) -> Tensor:

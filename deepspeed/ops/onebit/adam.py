@@ -54,15 +54,8 @@ class OnebitAdam(OneBitOptimizer):
             {"freeze_step": (freeze_step, 0)},
         )
 
-    @property
-    def local(self) -> bool:
-        return self.exchange is not None and self.steps >= self.freeze_step
-
     def _rule_of(self, group: Group) -> AdamRule:
         return AdamRule.of(group, decoupled=True)
-
-    def _settled(self, state: Mapping[str, Any]) -> bool:
-        return int(state.get("step", 0)) >= self.freeze_step
 
     def _update(self) -> None:
         if self.steps < self.freeze_step:

@@ -63,6 +63,9 @@ class OneBitOptimizer(DeviceOptimizer):
     steps: int = 0
     """Taken so far."""
 
+    freeze_step: int = 0
+    """Steps after which the variance stays."""
+
     def _begin_as(
         self,
         params: Any,
@@ -86,7 +89,7 @@ class OneBitOptimizer(DeviceOptimizer):
     @property
     def local(self) -> bool:
         """Whether the next gradients stay on their ranks: [Note: local gradients]."""
-        return False
+        return self.exchange is not None and self.steps >= self.freeze_step
 
     def takes_one_pass(self, device: torch.device) -> bool:
         """See `BatchOptimizer`: what is exchanged is computed first."""
@@ -110,7 +113,7 @@ class OneBitOptimizer(DeviceOptimizer):
 
     def _settled(self, state: Mapping[str, Any]) -> bool:
         """Whether a parameter has the variance that stays."""
-        raise TypeError(f"{type(self).__name__} defines no update rule")
+        return int(state.get("step", 0)) >= self.freeze_step
 
     def _divided(self, group: Group) -> tuple[list[Tensor], list[Tensor]]:
         """(those of a group with a variance that stays, the others): the same on all ranks."""

@@ -7,7 +7,7 @@ coefficient that LAMB had on average is changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -68,16 +68,9 @@ class OnebitLamb(OneBitOptimizer):
         whole = {"freeze_step": (freeze_step, 0)}
         self._begin_as(params, rates | bounds | factors, refused, comm_backend_name, whole)
 
-    @property
-    def local(self) -> bool:
-        return self.exchange is not None and self.steps >= self.freeze_step
-
     def get_lamb_coeffs(self) -> list[float]:
         """The coefficients of the last step, one for each parameter that it updated."""
         return [float(coefficient) for coefficient in self._coefficients]
-
-    def _settled(self, state: Mapping[str, Any]) -> bool:
-        return int(state.get("step", 0)) >= self.freeze_step
 
     def _update(self) -> None:
         self._coefficients = ()

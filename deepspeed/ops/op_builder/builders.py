@@ -90,7 +90,6 @@ def builder_class(name: str) -> type[LibraryOp]:
 
 @functools.cache
 def all_ops() -> dict[str, LibraryOp]:
-    """Every op of the library by its name."""
     return {op: builder_class(name)() for name, (op, _) in BUILDERS.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed.errors import UsageError
@@ -55,9 +56,12 @@ class Timeline:
         return 1.0 - busy / (len(self.spans) * self.length)
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Play a schedule through; a UsageError if it cannot end."""
-    prices, chunks = costs or Costs(), schedule.chunks
+def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None) -> Timeline:
+    """Play a schedule through, with the costs of all ranks or of each; a UsageError if it cannot end."""
+    given = [costs or Costs()] * len(schedule.ranks) if costs is None or isinstance(costs, Costs) else list(costs)
+    if len(given) != len(schedule.ranks):
+        raise UsageError(f"costs of {len(given)} ranks are given, and the schedule has {len(schedule.ranks)}")
+    chunks = schedule.chunks
     ended: dict[Action, float] = {}
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in schedule.ranks]
     places, free = [0] * len(spans), [0.0] * len(spans)
@@ -67,10 +71,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         for rank, row in enumerate(schedule.ranks):
             while places[rank] < len(row):
                 action = row[places[rank]]
-                begin = _begin(schedule, action, free[rank], ended, prices.message)
+                begin = _begin(schedule, action, free[rank], ended, given)
                 if begin is None:
                     break
-                free[rank] = ended[action] = begin + prices.of(action, chunks)
+                free[rank] = ended[action] = begin + given[rank].of(action, chunks)
                 spans[rank].append((action, begin, free[rank]))
                 places[rank] += 1
                 moved = True
@@ -80,13 +84,16 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(schedule, tuple(map(tuple, spans)), tuple(_peak(schedule, row) for row in schedule.ranks))
 
 
-def _begin(schedule: Schedule, action: Action, free: float, ended: dict[Action, float], message: float) -> float | None:
+def _begin(
+    schedule: Schedule, action: Action, free: float, ended: dict[Action, float], costs: Sequence[Costs]
+) -> float | None:
     begin = free
     for needed in _needed(schedule, action, ended):
         if needed not in ended:
             return None
-        far = schedule.owners[needed.stage] != schedule.owners[action.stage]
-        begin = max(begin, ended[needed] + (message if far else 0.0))
+        sender = schedule.owners[needed.stage]
+        far = sender != schedule.owners[action.stage]
+        begin = max(begin, ended[needed] + (costs[sender].message if far else 0.0))
     return begin
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from deepspeed.preflight.check import PreflightCheck
 from deepspeed.preflight.checks.folder import FolderCheck, SharedFolderCheck
 from deepspeed.preflight.checks.machine import DevicesCheck, MemoryCheck, OffloadCheck, SharedMemoryCheck
+from deepspeed.preflight.checks.plan import PlanCheck
 from deepspeed.preflight.checks.software import CodeCheck, ConfigCheck, EnvironmentCheck, OpsCheck, VersionsCheck
 from deepspeed.preflight.checks.speed import BandwidthCheck, ClockCheck, ComputeCheck
 
@@ -22,6 +23,7 @@ CHECKS: tuple[PreflightCheck[Any], ...] = (
     SharedMemoryCheck(),
     FolderCheck(),
     OffloadCheck(),
+    PlanCheck(),
     OpsCheck(),
     ClockCheck(),
     SharedFolderCheck(),

@@ -127,7 +127,6 @@ class ModelAxis:
 
     @property
     def group(self) -> ProcessGroup:
-        """Its process group."""
         if self.mpu is None:
             raise LayoutError(
                 "there is no model-parallel group: no mpu was given to deepspeed.checkpointing.configure, and no "

@@ -149,7 +149,6 @@ class CheckpointBuffers:
 
     @property
     def buffer_elements(self) -> int:
-        """Elements in all buffers."""
         return sum(buffer.data.numel() for buffers in self._buffers.values() for buffer in buffers)
 
 

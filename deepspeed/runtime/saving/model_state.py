@@ -21,7 +21,7 @@ from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.moe.placement import SpreadExperts, join_layer
 from deepspeed.runtime.parts import Parts
 from deepspeed.tensor_parallel import splits_of, whole_of, whole_parameters
-from deepspeed.transformers.lora import LoraPair, lora_pairs
+from deepspeed.transformers.lora import lora_pairs
 from deepspeed.zero.interface import GatheredParameters, Shard, numel_of, shard_of, shards_of
 from deepspeed.zero.interface import gather as fetch
 
@@ -295,7 +295,8 @@ class WeightBuckets:
         value = _gathered(param)
         pair = self._pairs.get(id(param))
         if pair is not None:
-            value += _delta(pair, value)
+            with GatheredParameters(pair.adapters):
+                value += pair.delta().to(value.dtype)
         if name in self._splits:
             value = whole_of(value, self._splits[name], self._axis)
         return value if self._dtype is None else value.to(self._dtype)
@@ -318,8 +319,3 @@ def _gathered(param: nn.Parameter) -> Tensor:
     with comm.labelled(shard.name):
         comm.all_gather_into_tensor(flat, shard.data, group=shard.axis.group)
     return flat[: shard.numel].view(shard.shape)
-
-
-def _delta(pair: LoraPair, value: Tensor) -> Tensor:
-    with GatheredParameters(pair.adapters):
-        return pair.delta().to(value.dtype)

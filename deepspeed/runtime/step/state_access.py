@@ -64,7 +64,6 @@ def _close(module: nn.Module, owner: StateOwner) -> None:
 
 
 def _unit(backward: Backward, reducer: GradientReducer) -> float | None:
-    """See `StateOwner.unit`."""
     if backward.updates is not None and backward.updates.taken:
         raise UsageError(
             "optimizer_in_backward.enabled: gradients are used up while backward runs, and there is none to read or to "

@@ -29,6 +29,7 @@ from deepspeed.zero.gradients.reduction import (
     EvenShares,
     LocalGradients,
     OwnedShares,
+    Reduction,
     ReductionWeights,
     Share,
     SharePart,
@@ -146,7 +147,7 @@ class ErrorMemory:
 
 
 @dataclass(eq=False)
-class CodedReduction:
+class CodedReduction(Reduction):
     """`Reduction` by codes over the ranks of an axis; equal copies add up float32."""
 
     axis: AxisGroup
@@ -162,21 +163,6 @@ class CodedReduction:
     """The same, where their mean is taken once before the step."""
     memory: ErrorMemory | None = None
     local: LocalGradients = field(default_factory=dict)
-
-    @property
-    def size(self) -> int:
-        """Ranks of the axis."""
-        return self.axis.size
-
-    @property
-    def rank(self) -> int:
-        """This rank on the axis."""
-        return self.axis.rank
-
-    @property
-    def few(self) -> int:
-        """Any number: each slice is encoded for its owner."""
-        return self.size
 
     @torch.no_grad()
     def start(self, send: Tensor, share: Share) -> Pending[Tensor]:

@@ -221,7 +221,6 @@ class OwnedSigns(SignReduction):
         return torch.zeros(len(unit.owners), unit.row, device=unit.param.device) if found is None else found
 
     def over_pieces(self, params: Sequence[Tensor], rows: Tensor, *, largest: bool) -> Tensor:
-        """See `MomentumExchange`."""
         places = {name: place for place, name in enumerate(dict.fromkeys(unit.name for unit in self._units()))}
         names = {id(unit.piece.master): unit.name for unit in self._units() if unit.piece is not None}
         mine = [places[names[id(param)]] for param in params]

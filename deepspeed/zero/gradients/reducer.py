@@ -241,7 +241,6 @@ class GradientReducer:
             self._passes.notice = begun
 
     def enter_backward(self) -> None:
-        """A backward begins."""
         self.arrivals.inside = True
         if self._passes is not None:
             self._passes.begin_backward()

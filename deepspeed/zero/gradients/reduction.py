@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -94,37 +94,41 @@ LocalGradients = dict[tuple[str, int], Tensor]
 """What all or one of its owners have of a parameter, `[owners, elements]` by its name and the first of them."""
 
 
-class Reduction(Protocol):
+class Reduction:
     """Sums flat tensors over ranks; each rank receives the slice that it owns."""
+
+    axis: AxisGroup
+    """The ranks among which the slices are dealt."""
+    late: AxisGroup | None = None
+    """Ranks that hold the same slices, over which these are averaged once before the step; None if none are."""
+    local: LocalGradients
+    """Whole gradients that stay on this rank until the step, for all owners; empty where gradients travel."""
 
     @property
     def size(self) -> int:
         """Ranks among which the slices are dealt."""
+        return self.axis.size
 
     @property
     def rank(self) -> int:
         """This rank among them."""
+        return self.axis.rank
 
     @property
     def few(self) -> int:
         """So many owners of unequal slices it serves apart; where there are more, `WholeShares` is better."""
-
-    @property
-    def late(self) -> AxisGroup | None:
-        """Ranks that hold the same slices, over which these are averaged once before the step; None if none are."""
-
-    @property
-    def local(self) -> LocalGradients:
-        """Whole gradients that stay on this rank until the step, for all owners; empty where gradients travel."""
+        return self.size
 
     def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
         """Begin with a tensor that is used up; the result is this rank's slice, weighted."""
+        raise TypeError(f"{type(self).__name__} defines no way for gradients")
 
     def stepped(self) -> None:
         """All ranks are about to take an optimizer step."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """What it has to remember from step to step on this rank, for checkpoints; empty if nothing."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave on the same rank of as many; nothing, if there is nothing of that kind."""
@@ -133,8 +137,8 @@ class Reduction(Protocol):
         """Let go of whatever it holds."""
 
 
-@dataclass(frozen=True, eq=False)
-class ReduceToOwners:
+@dataclass(eq=False)
+class ReduceToOwners(Reduction):
     """Reduce-scatter over the ranks of an axis; then a second hop, the sum over equal copies, where there are some."""
 
     axis: AxisGroup
@@ -154,16 +158,6 @@ class ReduceToOwners:
     @cached_property
     def _by_exchange(self) -> bool:
         return played_backend(self.group) == dist.Backend.GLOO
-
-    @property
-    def size(self) -> int:
-        """Ranks of the axis."""
-        return self.axis.size
-
-    @property
-    def rank(self) -> int:
-        """This rank on the axis."""
-        return self.axis.rank
 
     @property
     def few(self) -> int:
@@ -189,18 +183,6 @@ class ReduceToOwners:
 
     def _weigh(self, mine: Tensor) -> Tensor:
         return mine.mul_(self.weights.after) if self.weights.after != 1.0 and mine.numel() else mine
-
-    def stepped(self) -> None:
-        """See `Reduction`."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See `Reduction`."""
-
-    def close(self) -> None:
-        """See `Reduction`."""
 
     def _mine(self, send: Tensor, share: Share) -> Tensor:
         if isinstance(share, WholeShares):

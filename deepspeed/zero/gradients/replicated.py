@@ -135,7 +135,6 @@ class ReplicatedGradients:
 
     @property
     def empty(self) -> bool:
-        """True if there is no gradient."""
         return next(self.whole_gradients(), None) is None and all(param.grad is None for param in self.params)
 
     def on_arrival(self, param: nn.Parameter) -> Callable[[], None] | None:
@@ -292,7 +291,6 @@ class PackedGradients:
         self._users = (0, 0)
 
     def fill(self, grads: Sequence[Tensor]) -> Tensor:
-        """The gradients as one tensor."""
         flat: Tensor = _flatten_dense_tensors(grads)
         kept = self._flat
         return flat if kept is None or not self._is_ours(kept) else kept.copy_(flat)

@@ -21,13 +21,14 @@ from deepspeed.zero.gradients.reduction import LocalGradients, Reduction, Share
 _KINDS = ("worker_error", "server_error")
 
 
-class SignReduction:
+class SignReduction(Reduction):
     """A `Reduction` of whole gradients, and the `MomentumExchange` of the optimizer that they are for."""
 
     owned = False
 
     def __init__(self, plain: Reduction, axis: AxisGroup, optimizer: OneBitOptimizer) -> None:
         self._plain, self._axis, self._optimizer = plain, axis, optimizer
+        self.axis = plain.axis
         self._errors: dict[Any, SignErrors] = {}
         self._names: dict[Any, str] = {}
         """What checkpoints call the errors."""
@@ -43,24 +44,8 @@ class SignReduction:
     # ---- of gradients
 
     @property
-    def size(self) -> int:
-        """See `Reduction`."""
-        return self._plain.size
-
-    @property
-    def rank(self) -> int:
-        """See `Reduction`."""
-        return self._plain.rank
-
-    @property
     def few(self) -> int:
-        """See `Reduction`."""
         return self._plain.few
-
-    @property
-    def late(self) -> AxisGroup | None:
-        """See `Reduction`."""
-        return None
 
     def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
         """See `Reduction`; gradients that stay are the mean over the samples of this rank."""
@@ -78,13 +63,9 @@ class SignReduction:
                 "gradient_clipping does by it, are those of each rank alone."
             )
 
-    def stepped(self) -> None:
-        """See `Reduction`."""
-
     # ---- of what takes their place
 
     def prepare(self, settled: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        """See `MomentumExchange`."""
         if not others:
             return
         known = self._any_of([[param.grad is not None] for param in others])
@@ -95,13 +76,11 @@ class SignReduction:
 
     @torch.no_grad()
     def advance(self, members: Sequence[Member]) -> None:
-        """See `MomentumExchange`."""
         for group, param, momentum in members:
             momentum.lerp_(gradient_of(param), 1 - group["betas"][0])
         self.sign_mean({param: momentum for _, param, momentum in members})
 
     def mean_gradients(self, settled: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """See `MomentumExchange`."""
         gradients = {param: gradient_of(param).to(torch.float32, copy=True) for param in settled}
         self.sign_mean(gradients)
         return gradients
@@ -112,7 +91,6 @@ class SignReduction:
 
     @torch.no_grad()
     def sign_mean(self, values: Mapping[Any, Tensor]) -> None:
-        """See `MomentumExchange`."""
         flat = {key: value.reshape(-1).to(torch.float32, copy=True) for key, value in values.items()}
         errors = [
             self._errors_of(key, self.name_of(key), value, (value.numel(), chunk_of(value.numel(), self._axis.size)))
@@ -125,7 +103,6 @@ class SignReduction:
 
     @torch.no_grad()
     def exact_mean(self, values: Sequence[Tensor]) -> None:
-        """See `MomentumExchange`."""
         with comm.labelled("gradients of parameters without a variance"):
             for value in values:
                 comm.all_reduce(value, group=self._axis.group)
@@ -139,7 +116,6 @@ class SignReduction:
         return [[bool(flag) for flag in row] for row in known.tolist()]
 
     def forget(self) -> None:
-        """See `MomentumExchange`."""
         self._errors.clear()
         self._loaded.clear()
 
@@ -186,7 +162,6 @@ class SignReduction:
             )
 
     def close(self) -> None:
-        """See `Reduction`."""
         self.forget()
         self.local.clear()
         self._optimizer.exchange = None

@@ -13,7 +13,7 @@ from deepspeed.comm import Pending
 from deepspeed.zero.gradients.reduction import EvenShares, ReduceToOwners, Share, WholeShares, dense_lengths
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RowsToOwners(ReduceToOwners):
     """Of each owner's slice only the rows travel that are not zero, in an exchange among all ranks.
 

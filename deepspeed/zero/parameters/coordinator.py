@@ -156,7 +156,6 @@ class FetchCoordinator:
     # ---- backward: modules wait for the gradients of their parameters
 
     def begin_backward(self) -> None:
-        """A backward begins."""
         self.bring_back()
         if self.in_backward or not self.schedule.uses:
             return

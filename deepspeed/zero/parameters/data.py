@@ -36,7 +36,6 @@ class WatchedData:
 
     @property
     def data(self) -> Tensor:
-        """As of any tensor."""
         found, given = plain_data(self), self._given  # type: ignore[arg-type]
         if not found.numel():
             return found

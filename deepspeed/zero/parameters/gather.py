@@ -145,14 +145,12 @@ class GatheredRows:
     """What a stream still reads until then."""
 
     def wait(self) -> None:
-        """See `WaitableWork`."""
         if self.work is not None:
             self.work.wait()
         self.last()
         self.kept = ()
 
     def is_completed(self) -> bool:
-        """See `WaitableWork`."""
         return self.work is None or self.work.is_completed()
 
 

@@ -190,12 +190,10 @@ class SpreadParameter(_TakenGradient, ZeroParameter):
     """One that lies on several ranks, empty outside of its uses: whoever copies it then is told."""
 
     def detach(self) -> Tensor:
-        """As of any tensor."""
         self._tell_empty()
         return super().detach()
 
     def clone(self, *, memory_format: torch.memory_format | None = None) -> Tensor:
-        """As of any tensor."""
         self._tell_empty()
         return super().clone(memory_format=memory_format)
 

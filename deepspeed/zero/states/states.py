@@ -280,7 +280,11 @@ class OptimizerStates:
         everything = [options["params"] for options in optimizer.param_groups]
         tiles = tile(optimizer, self.away, self._pace.tile)
         there = [each for each in tiles if each.away]
-        late = self._pace.late and tiles_well(optimizer) and all(self._can_wait(group) for group in self.groups)
+        late = (
+            self._pace.late
+            and tiles_well(optimizer)
+            and all(group.patient and not (self.compiled and group.marks) for group in self.groups)
+        )
         try:
             # without parameters it steps, too: schedules and hooks look at that
             here = [each for each in tiles if not each.away] or [empty_tile(optimizer)] * late
@@ -318,9 +322,6 @@ class OptimizerStates:
     def group_of(self, piece: StatePiece) -> ShardGroup:
         """The group that a piece belongs to."""
         return self._places[id(piece.param)][0]
-
-    def _can_wait(self, group: ShardGroup) -> bool:
-        return group.patient and not (self.compiled and group.marks)
 
     def room(self, master: Tensor, kind: str, dtype: torch.dtype, numel: int) -> Tensor | None:
         """Where a state of what the optimizer updates is to lie, flat; None: anywhere."""

@@ -15,6 +15,7 @@ from deepspeed.launcher import runner
 from deepspeed.preflight import __main__ as program
 from deepspeed.preflight import run as preflight_run
 from deepspeed.preflight.checks import CHECKS, folder, speed
+from deepspeed.preflight.checks.machine import available_memory
 from tests.distributed.launcher.launched import Launched
 from tests.harness import ranks
 from tests.warm_python import Warm
@@ -83,6 +84,30 @@ def test_nothing_is_wrong(tmp_path):
     assert set(told["checks"]) == {"ranks", *(check.name for check in CHECKS)} - set(SPEEDS.split(","))
     assert levels(output)["ranks"] == levels(output)["config"] == levels(output)["code"] == {"ok"}
     assert sorted(os.listdir(tmp_path / "rank0")) == ["ds.json", "err", "out", "train.py"]
+
+
+SHOWS = """
+import torch
+def build_model():
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, WIDTH))
+def example_batch(batch, sequence=None):
+    return torch.zeros(batch, 64)
+"""
+
+
+@ranks(1, init=False)
+def test_the_job_is_planned(tmp_path):
+    """This machine has addresses for the layer, and no memory for its states."""
+    job = Job(tmp_path, 2)
+    for rank in range(2):
+        script = SHOWS.replace("WIDTH", str(available_memory() // 6 // (4 * 64)))
+        (job.of(rank) / "train.py").write_text(script)
+    codes, output, errors = job.run("--json", "--model", "train.py", "--skip", f"{SPEEDS},clock,shared_folder,ops")
+    (found,) = json.loads(output)["checks"]["plan"]
+    assert codes == [1, 1], (errors, found)
+    assert found["level"] == "problem"
+    assert "its ranks need" in found["what"]
+    assert "offload_optimizer" in found["advice"]
 
 
 @ranks(1, init=False)

@@ -62,7 +62,9 @@ def test_the_error_tells_what_was_alive_and_what_to_change():
         assert f"What was alive on cpu in {where}{module}:" in text
         assert text.count("What was alive") == 1
         assert all(kind in text for kind in ("parameters", "gradients", "masters", "moments", "buffers", REST))
-        assert '"train_micro_batch_size_per_gpu": 2 with "gradient_accumulation_steps": 2' in text
+        assert '"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2' in text
+        assert "ds_plan SCRIPT CONFIG --world 1 --memory " in text
+        assert text.rstrip().endswith("--advise")
         engine.destroy()
 
 
@@ -91,7 +93,7 @@ def test_a_smaller_micro_batch_leaves_the_batch_of_a_step_as_it_is():
         advice = changes(engine._parts, {**alive(engine._parts), REST: 90 * 2**30}, 0)[0]
         freed = 90 - 90 * smaller / micro
         assert advice == (
-            f'"train_micro_batch_size_per_gpu": {smaller} with "gradient_accumulation_steps": {steps}: '
+            f'"train_micro_batch_size_per_gpu": {smaller}, "gradient_accumulation_steps": {steps}: '
             f"frees about {freed:.2f} GiB"
         )
         engine.destroy()

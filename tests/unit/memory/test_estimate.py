@@ -10,12 +10,15 @@ from torch import nn
 
 from deepspeed import memory
 from deepspeed.memory import (
+    Spread,
+    Widths,
     estimate_zero1_model_states_mem_needs,
     estimate_zero1_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_cold,
+    model_states,
 )
 
 MILLION = 10**6
@@ -138,3 +141,18 @@ def test_signatures():
     }
     for name, expected in names.items():
         assert list(inspect.signature(getattr(memory, name)).parameters) == expected.split()
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), [(1, 1), (8, 1), (8, 4), (8, 128)])
+def test_without_offload_they_agree_with_the_exact_arithmetic(gpus, nodes):
+    total, layer, world = 1024 * MILLION, 4096, gpus * nodes
+    # gradients of 16 bits, whole at stage 1; their fp32 copy, sharded; at stage 3 only that
+    for stage, estimate, grad, copy in (
+        (1, estimate_zero1_model_states_mem_needs, 2, 4 * total // world),
+        (2, estimate_zero2_model_states_mem_needs, 2 + 4, 0),
+    ):
+        exact = model_states([[total]], Spread(stage, world), widths=Widths(grad=grad)).total
+        assert estimate(total, gpus, nodes, cpu_offload=False)[1] == exact + copy
+    exact = model_states([[total]], Spread(3, world), widths=Widths(grad=4)).total
+    needs = estimate_zero3_model_states_mem_needs(total, layer, gpus, nodes, False, False)
+    assert needs[1:] == (exact + 4 * layer, 4 * layer)

@@ -42,6 +42,9 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
+    def gradient_checkpointing_enable(self) -> None:
+        self.recompute = True
+
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         hidden = self.embed(tokens)
         for block in self.blocks:
@@ -66,15 +69,16 @@ def config(stage: int, steps: int = 1, **more: Any) -> dict[str, Any]:
     }
 
 
-def measured(model: nn.Module, values: dict[str, Any], world: int, steps: int) -> MemoryPeak:
+def measured(model: nn.Module, values: dict[str, Any], world: int) -> MemoryPeak:
     """The peak of three steps that are computed, as rank 0 of a world that torch pretends."""
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     engine = deepspeed.initialize(model=model, config=values)[0]
     parts = engine._parts
+    _, micro, steps = engine.get_batch_info()
     with MemoryProfiler(model, lambda: held_tensors(parts), parts.device, HOST_STORAGES) as profiler:
         for _ in range(3):
             for _ in range(steps):
-                engine.backward(engine(*example_batch(2)))
+                engine.backward(engine(*example_batch(micro)))
                 engine.step()
     engine.destroy()
     dist.destroy_process_group()

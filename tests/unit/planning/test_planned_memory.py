@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from deepspeed.memory.budget import Spread, Widths, model_states
+from deepspeed.memory.host import host_empty
 from deepspeed.planning import plan
 from deepspeed.planning.trace import pretended_rank
 from deepspeed.planning.untouched import UntouchedMemory
@@ -25,7 +26,7 @@ def test_the_peak_is_that_of_a_computed_step():
         values = config(stage, steps)
         values["zero_optimization"] |= OFFLOAD if away else {}
         found = plan(lambda again=recompute: Decoder(recompute=again), values, world=4, inputs=example_batch)
-        real = measured(Decoder(recompute=recompute), values, 4, steps)
+        real = measured(Decoder(recompute=recompute), values, 4)
         row = f"stage {stage}, recompute {recompute}, offload {away}, {steps} micro steps"
         assert abs(found.largest.peak.total - real.total) <= 0.02 * real.total, (row, found.largest.peak, real)
         assert sum(found.largest.kinds.values()) == found.largest.peak.total, "every byte has one kind"
@@ -103,3 +104,13 @@ def test_sparse_gradients_are_planned_as_dense_ones():
     }
     found = plan(Words, config, world=4, inputs=lambda batch, sequence: torch.zeros(batch, 8, dtype=torch.long))
     assert "all rows of sparse gradients travel: words" in found.assumed
+
+
+@ranks(1, init=False)
+def test_host_memory_of_other_engines_does_not_count():
+    away = {**config(2), "zero_optimization": {"stage": 2, **OFFLOAD}}
+    found = plan(Decoder, away, world=4, inputs=example_batch).largest
+    kept = host_empty(1 << 20, torch.float32, pinned=False)
+    assert plan(Decoder, away, world=4, inputs=example_batch).largest.host == found.host
+    assert plan(Decoder, config(2), world=4, inputs=example_batch).largest.host == {}
+    assert kept.nbytes == 4 << 20

@@ -19,6 +19,7 @@ from deepspeed.preflight.checks.machine import (
     needs_of,
     widths_of,
 )
+from deepspeed.preflight.checks.plan import PlanCheck, PlanFact
 from tests.unit.preflight.jobs import good, job, only
 
 GB = 10**9
@@ -151,3 +152,31 @@ def test_version_one_of_control_groups(tmp_path):
 
 def test_this_machine_has_memory():
     assert available_memory() > 0
+
+
+PLAN = {
+    "memory": {"peak": 10 * GB, "phase": "backward", "module": "head", "host": {"masters": GB}},
+    "proposals": [{"change": f"change {number}"} for number in range(5)],
+}
+
+
+def test_a_plan_is_held_against_what_every_rank_has_free():
+    def fact(rank, device=12 * GB, host=100 * GB, **more):
+        return PlanFact(device, host, PLAN if rank == 0 else None, **more)
+
+    assert good(PlanCheck().judge(job(fact, 8)))
+    few = only(PlanCheck().judge(job(fact, 16, {3: fact(3, 9 * GB), 9: fact(9, 8 * GB)})))
+    assert (few.level, few.ranks) == (Level.PROBLEM, (3, 9))
+    assert "10.00 GB at its peak, in backward of head; as little as 8.00 GB is free" in few.what
+    assert few.advice == "what fits: change 0; or change 1; or change 2"
+    host = only(PlanCheck().judge(job(lambda rank: fact(rank, host=7 * GB), 8)))
+    assert "host h0: its ranks need 8.00 GB" in host.what, "what is offloaded"
+    cores = only(PlanCheck().judge(job(lambda rank: fact(rank, None, 80 * GB), 8)))
+    assert "need 88.00 GB" in cores.what, "ranks on cores compute in the same memory"
+
+
+def test_without_a_plan_it_is_told_why():
+    assert good(PlanCheck().judge(job(lambda rank: PlanFact(), 8)))
+    told = only(PlanCheck().judge(job(lambda rank: PlanFact(1, 1, None, "no such model" if rank == 0 else ""), 8)))
+    assert (told.level, told.ranks) == (Level.WARNING, (0,))
+    assert "no such model" in told.what

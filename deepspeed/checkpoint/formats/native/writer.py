@@ -34,7 +34,6 @@ def small_file(mp_rank: int = 0) -> str:
 
 
 def fragment_file(dp_rank: int, mp_rank: int = 0) -> str:
-    """The fragments of a rank."""
     return f"fragments_{dp_rank:05d}_{mp_rank:02d}.safetensors"
 
 

@@ -1,9 +1,9 @@
 """Any checkpoint → a universal one, parameter by parameter: no intermediate files, and memory for a few at a time.
 
 [Note: linear matching] Python's `re` tries one way after the other, and there are patterns of twenty characters for
-which it needs longer than anybody lives. Here all ways are followed at once, one character of the name at a time
-(Thompson's construction): states × characters is all it can take. What cannot be matched so (references back, looking
-around) does not occur in rules for names, and is refused.
+which it needs longer than anybody lives. Here all ways are followed at once: where each part of a pattern may end in
+the name follows from where it may begin. What cannot be matched so (references back, looking around) does not occur in
+rules for names, and is refused.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import importlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -239,8 +238,11 @@ def _sub_parameters(slices: Sequence[Tensor], rule: Mapping[str, Any]) -> Tensor
 
 
 _LONGEST = 1000  # characters of a pattern, and of a name
-_MOST_STATES = 20_000
+_MOST_STEPS = 1_000_000
+_FLAGS = re.UNICODE | re.IGNORECASE | re.ASCII | re.DOTALL
+_AT_ONE_PLACE = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT")
 _parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+_compiler: Any = importlib.import_module("re._compiler" if sys.version_info >= (3, 11) else "sre_compile")
 
 
 def matches(pattern: object, name: str) -> bool:
@@ -249,150 +251,65 @@ def matches(pattern: object, name: str) -> bool:
         raise CheckpointError(
             f"the rule {pattern!r:.100} for {name!r:.100} is no pattern of at most {_LONGEST} letters"
         )
-    machine, start, end = _machine(pattern)
-    here = machine.reach({start}, name, 0)
-    for place, character in enumerate(name):
-        if end in here or not here:
-            break
-        here = machine.reach(
-            {target for state in here for test, target in machine.steps[state] if test(character)}, name, place + 1
-        )
-    return end in here
-
-
-@dataclass
-class _Machine:
-    """States by number: where each leads without a character, and with which."""
-
-    free: list[list[tuple[str, int]]] = field(default_factory=list)
-    """(condition on the place, state); the empty condition always holds."""
-    steps: list[list[tuple[Callable[[str], bool], int]]] = field(default_factory=list)
-
-    def state(self) -> int:
-        """One more."""
-        if len(self.free) >= _MOST_STATES:
-            raise CheckpointError(f"a rule for names needs more than {_MOST_STATES} states")
-        self.free.append([])
-        self.steps.append([])
-        return len(self.free) - 1
-
-    def reach(self, states: set[int], name: str, place: int) -> set[int]:
-        """Those and all that are reached from them at a place of the name without a character."""
-        found, waiting = set(states), list(states)
-        while waiting:
-            for condition, target in self.free[waiting.pop()]:
-                if target not in found and (not condition or _holds(condition, name, place)):
-                    found.add(target)
-                    waiting.append(target)
-        return found
-
-
-def _holds(condition: str, name: str, place: int) -> bool:
-    if condition in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
-        return place == 0
-    if condition == "AT_END":
-        return place == len(name) or name[place:] == "\n"
-    if condition == "AT_END_STRING":
-        return place == len(name)
-    before, after = place > 0 and _is_word(name[place - 1]), place < len(name) and _is_word(name[place])
-    return (before != after) == (condition == "AT_BOUNDARY")
-
-
-def _is_word(character: str) -> bool:
-    return character.isalnum() or character == "_"
+    return bool(_Matching(pattern, name).ends(_parsed(pattern), {0}))
 
 
 @functools.lru_cache(maxsize=256)
-def _machine(pattern: str) -> tuple[_Machine, int, int]:
+def _parsed(pattern: str) -> Any:
     try:
         parsed = _parser.parse(pattern)
-        if parsed.state.flags & ~(re.UNICODE | re.IGNORECASE | re.ASCII | re.DOTALL):
-            raise CheckpointError(f"the rule {pattern!r:.100} has flags that are not known here")
-        machine = _Machine()
-        start = machine.state()
-        return machine, start, _Builder(machine, parsed.state.flags, pattern).sequence(parsed, start)
     except (re.error, RecursionError, OverflowError, ValueError) as error:
         raise CheckpointError(f"the rule {pattern!r:.100} is no pattern that can be used ({error})") from error
+    if parsed.state.flags & ~_FLAGS:
+        raise CheckpointError(f"the rule {pattern!r:.100} has flags that are not known here")
+    return parsed
 
 
-class _Builder:
-    """Puts states of a machine behind each other; every method goes on from `state` and gives where it ends."""
+class _Matching:
+    """A pattern over one name: where its parts end, for all places where they may begin at once."""
 
-    def __init__(self, machine: _Machine, flags: int, pattern: str) -> None:
-        self._machine, self._flags, self._pattern = machine, flags, pattern
+    def __init__(self, pattern: str, name: str) -> None:
+        self._pattern, self._name = pattern, name
+        self._left = _MOST_STEPS
 
-    def sequence(self, items: Iterable[tuple[Any, Any]], state: int) -> int:
-        for op, argument in items:
-            state = self._item(str(op), argument, state)
-        return state
+    def ends(self, items: Any, starts: set[int]) -> set[int]:
+        """Where items that follow each other end."""
+        for item in items:
+            self._left -= 1 + len(starts)
+            if self._left < 0:
+                raise self._refused(f"more than {_MOST_STEPS} steps")
+            starts = self._item(items.state, item, starts)
+        return starts
 
-    def _item(self, op: str, argument: Any, state: int) -> int:
-        if op in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
-            after = self._machine.state()
-            self._machine.steps[state].append((self._test(op, argument), after))
-            return after
+    def _item(self, state: Any, item: tuple[Any, Any], starts: set[int]) -> set[int]:
+        op, argument = str(item[0]), item[1]
+        if op in _AT_ONE_PLACE:  # `re` itself has nothing to try there
+            one = _compiler.compile(_parser.SubPattern(state, [item]))
+            return {found.end() for start in starts if (found := one.match(self._name, start))}
         if op == "SUBPATTERN":
             _, added, removed, inner = argument
             if added or removed:
-                raise self._unknown("flags of a group")
-            return self.sequence(inner, state)
+                raise self._refused("flags of a group")
+            return self.ends(inner, starts)
         if op == "BRANCH":
-            return self._branch(argument[1], state)
+            return set().union(*(self.ends(way, starts) for way in argument[1]))
         if op in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, inner = argument
-            return self._repeat(least, most, inner, state)
-        if op == "AT":
-            after = self._machine.state()
-            self._machine.free[state].append((str(argument), after))
-            return after
-        raise self._unknown(op)
+            return self._repeated(least, most, inner, starts)
+        raise self._refused(op)
 
-    def _branch(self, ways: Iterable[Any], state: int) -> int:
-        after = self._machine.state()
-        for way in ways:
-            begin = self._machine.state()
-            self._machine.free[state].append(("", begin))
-            self._machine.free[self.sequence(way, begin)].append(("", after))
-        return after
+    def _repeated(self, least: int, most: int, inner: Any, starts: set[int]) -> set[int]:
+        if least > _LONGEST:
+            raise self._refused(f"a repetition of {least}")
+        for _ in range(least):
+            starts = self.ends(inner, starts)
+        found, fresh = set(starts), starts
+        for _ in range(min(most, least + _LONGEST) - least):
+            fresh = self.ends(inner, fresh) - found
+            found |= fresh
+            if not fresh:
+                break
+        return found
 
-    def _repeat(self, least: int, most: Any, inner: Any, state: int) -> int:
-        if int(least) > _LONGEST:
-            raise self._unknown(f"a repetition of {least}")
-        for _ in range(int(least)):
-            state = self.sequence(inner, state)
-        after = self._machine.state()
-        if str(most) == "MAXREPEAT":
-            begin = self._machine.state()
-            self._machine.free[state] += [("", begin), ("", after)]
-            self._machine.free[self.sequence(inner, begin)].append(("", state))
-            return after
-        for _ in range(min(int(most), least + _LONGEST) - int(least)):
-            self._machine.free[state].append(("", after))
-            state = self.sequence(inner, state)
-        self._machine.free[state].append(("", after))
-        return after
-
-    def _test(self, op: str, argument: Any) -> Callable[[str], bool]:
-        """One character, by a pattern of one character: `re` has nothing to try there."""
-        escaped = {"LITERAL": "{}", "NOT_LITERAL": "[^{}]", "ANY": ".", "IN": "[{}]"}[op]
-        inner = "".join(_spelled(item) for item in argument) if op == "IN" else ""
-        if op in ("LITERAL", "NOT_LITERAL"):
-            inner = re.escape(chr(argument))
-        found = re.compile(escaped.format(inner), self._flags & ~re.UNICODE if self._flags & re.ASCII else self._flags)
-        return lambda character: found.fullmatch(character) is not None
-
-    def _unknown(self, what: str) -> CheckpointError:
+    def _refused(self, what: str) -> CheckpointError:
         return CheckpointError(f"the rule {self._pattern!r:.100} uses {what}, which rules for names may not")
-
-
-def _spelled(item: tuple[Any, Any]) -> str:
-    """An item of a set of characters as it is written."""
-    op, argument = str(item[0]), item[1]
-    if op == "NEGATE":
-        return "^"
-    if op == "LITERAL":
-        return re.escape(chr(argument))
-    if op == "RANGE":
-        return f"{re.escape(chr(argument[0]))}-{re.escape(chr(argument[1]))}"
-    kinds = {"DIGIT": "d", "NOT_DIGIT": "D", "SPACE": "s", "NOT_SPACE": "S", "WORD": "w", "NOT_WORD": "W"}
-    return "\\" + kinds[str(argument).removeprefix("CATEGORY_")]

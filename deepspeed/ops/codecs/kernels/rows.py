@@ -331,7 +331,6 @@ def _constants(form: Format, block: int) -> dict[str, Any]:
 
 
 def encode(form: Format, block: int, values: Tensor, payload: Tensor, scales: Tensor, smallest: float) -> None:
-    """See `deepspeed.ops.codecs.rows.encode`."""
     constants, (rows, numel) = _constants(form, block), values.shape
     strides = values.stride(0), payload.stride(0), scales.stride(0)
     grid = cdiv(numel, constants["SPAN"]), rows
@@ -353,7 +352,6 @@ def _table(places: Places, block: int, bits: int, device: torch.device) -> tuple
 
 
 def encode_parts(form: Format, block: int, places: Places, values: Tensor, message: Tensor, smallest: float) -> None:
-    """See `deepspeed.ops.codecs.rows.encode_parts`."""
     table, aligned = _table(places, block, form.bits, values.device)
     constants = _constants(form, block) | {"ALIGNED": aligned}
     strides = values.stride(0), message.stride(0)
@@ -362,7 +360,6 @@ def encode_parts(form: Format, block: int, places: Places, values: Tensor, messa
 
 
 def sum_parts(form: Format, block: int, places: Places, messages: Tensor, out: Tensor) -> None:
-    """See `deepspeed.ops.codecs.rows.sum_parts`."""
     table, aligned = _table(places, block, form.bits, out.device)
     constants = _constants(form, block) | {"ALIGNED": aligned}
     strides = *messages.stride()[:2], out.stride(0)
@@ -443,7 +440,6 @@ def _signed(
 
 
 def signs(values: Tensor, payload: Tensor, block: int) -> Tensor:
-    """See `deepspeed.ops.codecs.rows.signs`."""
     rows, numel = values.shape
     grid = cdiv(numel, block), rows
     squares = torch.empty(rows, grid[0], dtype=torch.float32, device=values.device)
@@ -453,7 +449,6 @@ def signs(values: Tensor, payload: Tensor, block: int) -> Tensor:
 
 
 def signed(payload: Tensor, scales: Tensor, out: Tensor, block: int, *, add: bool) -> None:
-    """See `deepspeed.ops.codecs.rows.signed`."""
     rows, numel = len(payload), out.shape[-1]
     strides = payload.stride(0), scales.stride(0), 0 if add else out.stride(0)
     grid = cdiv(numel, block), 1 if add else rows
