@@ -67,7 +67,6 @@ def writes(param: Tensor) -> int:
     return param._version + param._past + (0 if given is None else given._version)
 
 
-@torch.no_grad()
 def reclaim(name: str, param: Tensor, home: Tensor) -> bool:
     """Let a parameter whose data was replaced lie in its own memory again, with the new values; True if it was."""
     if _is_same(param, home):
@@ -83,11 +82,12 @@ def reclaim(name: str, param: Tensor, home: Tensor) -> bool:
             f"{home.device}: it is converted back. Choose the dtype by bf16 or fp16 in the config, and leave the "
             "module on the engine's device."
         )
-    values = plain_data(param)
-    if values.untyped_storage().data_ptr() == home.untyped_storage().data_ptr():
-        values = values.clone()  # the same memory in another order
-    home.copy_(values)
-    show(param, home)
+    with torch.no_grad():  # not around everything: to enter it costs more than to compare
+        values = plain_data(param)
+        if values.untyped_storage().data_ptr() == home.untyped_storage().data_ptr():
+            values = values.clone()  # the same memory in another order
+        home.copy_(values)
+        show(param, home)
     return True
 
 

@@ -169,11 +169,7 @@ class ShardGroup:
 
     def reclaim(self, place: int) -> bool:
         """Bring a parameter whose data was replaced back to the memory that it is published in; True if it was."""
-        if not self.published:
-            return False
-        param, home = self.params[place], self.published[place]
-        same = param.dtype == home.dtype and param.device == home.device and param.is_set_to(home)
-        return not same and reclaim(self.names[place], param, home)
+        return bool(self.published) and reclaim(self.names[place], self.params[place], self.published[place])
 
     def take_states(self, optimizer: Optimizer) -> None:
         """Take over what the optimizer knows of parameters that it was used with before."""
