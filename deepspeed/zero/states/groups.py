@@ -547,7 +547,8 @@ class StripedGroup(ShardGroup):
         return partial(_stash, shard, self._arrived)
 
     def forget(self) -> None:
-        """Drop gradients that were not reduced."""
+        """Also drop gradients that wait for the reduction apart from their parameters."""
+        super().forget()
         for shard in self.shards:
             shard.gradient = None
 

@@ -226,3 +226,21 @@ def test_stage_3_differentiates_twice():
                 compare(engine, plain, (loss_of.__name__, way, keys))
                 assert engine._parts.sharded.coordinator.schedule.live == 0, "nothing stays whole after a step"
         engine.destroy()
+
+
+@ranks(2)
+def test_gradients_that_were_not_reduced_are_dropped_with_the_others():
+    """What a backward inside `no_sync` left is dropped by the optimizer's `zero_grad`, as by the engine's."""
+    for stage, threshold in ((0, 0), (1, 0), (2, 0), (3, 0), (3, 1000)):
+        torch.manual_seed(1)
+        engine, plain, optimizer = build(Net(), stage, threshold=threshold)
+        with engine.no_sync():
+            engine(batch(7, dist.get_rank())).square().mean().backward()
+        engine.optimizer.zero_grad()
+        engine.backward(engine(batch(0, dist.get_rank())).square().mean())
+        engine.step()
+        for rank in range(2):
+            (plain(batch(0, rank)).square().mean() / 2).backward()
+        optimizer.step()
+        compare(engine, plain, (stage, threshold))
+        engine.destroy()
