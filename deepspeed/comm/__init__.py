@@ -58,8 +58,6 @@ from deepspeed.comm.init import (
     in_dlts,
     init_distributed,
     mpi_discovery,
-    patch_aml_env_for_torch_nccl_backend,
-    patch_aws_sm_env_for_torch_nccl_backend,
 )
 from deepspeed.comm.logger import COMMS_LOGGER as comms_logger
 from deepspeed.comm.logger import (
@@ -141,8 +139,6 @@ __all__ = [
     "monitored_barrier",
     "mpi_discovery",
     "new_group",
-    "patch_aml_env_for_torch_nccl_backend",
-    "patch_aws_sm_env_for_torch_nccl_backend",
     "recent_operations",
     "recv",
     "reduce",

@@ -112,7 +112,7 @@ def in_dlts(env: Mapping[str, str]) -> bool:
     return "DLTS_JOB_ID" in env
 
 
-def aml_master(env: Mapping[str, str], single_node: bool, port: int = AML_PORT) -> tuple[str, int]:
+def aml_master(env: Mapping[str, str], single_node: bool) -> tuple[str, int]:
     """Address and port of rank 0 in an Azure ML job that was started by MPI."""
     if single_node:
         return env.get("AZ_BATCHAI_MPI_MASTER_NODE", "").strip() or "127.0.0.1", AML_SINGLE_NODE_PORT
@@ -124,7 +124,7 @@ def aml_master(env: Mapping[str, str], single_node: bool, port: int = AML_PORT) 
             "an Azure ML job on several machines names its first one in AZ_BATCH_MASTER_NODE",
             "Set MASTER_ADDR to the host of rank 0 on every rank.",
         )
-    return host, port
+    return host, AML_PORT
 
 
 def sagemaker_master(env: Mapping[str, str]) -> str | None:

@@ -15,7 +15,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -28,15 +27,12 @@ from deepspeed.accelerator.host import keep_heap
 from deepspeed.comm import discover as discovery
 from deepspeed.comm import shared_memory
 from deepspeed.comm.discover import (
-    FoundRank,
     RankFacts,
     ask_mpi,
     discover,
     from_arguments,
     mpi_found,
-    number,
     problem,
-    rank_facts,
     show,
 )
 from deepspeed.comm.groups import is_initialized
@@ -182,43 +178,6 @@ def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) ->
     _publish(facts)
     if verbose:
         log_dist(f"MPI discovery: {facts}", ranks=[0])
-
-
-def patch_aml_env_for_torch_nccl_backend(master_port: int = discovery.AML_PORT, verbose: bool = True) -> None:
-    """Write this process's place in an Azure ML job that MPI started to the environment."""
-    found = _started_by_mpi("Azure ML")
-    single_node = found.world_size == found.local_size
-    address, port = discovery.aml_master(os.environ, single_node, master_port)
-    if not single_node:
-        port = number(os.environ, "MASTER_PORT") or port
-    facts = rank_facts(replace(found, source="Azure ML"), address, port)
-    _publish(facts)
-    os.environ["NCCL_SOCKET_IFNAME"] = _AML_INTERFACES
-    if verbose:
-        log_dist(f"Azure ML discovery: {facts}", ranks=[0])
-
-
-def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
-    """Write this process's place in a SageMaker job that MPI started to the environment."""
-    found = _started_by_mpi("SageMaker")
-    address = os.environ.get("MASTER_ADDR") or discovery.sagemaker_master(os.environ)
-    port = number(os.environ, "MASTER_PORT") or DEFAULT_PORT
-    facts = rank_facts(replace(found, source="SageMaker"), address, port)
-    _publish(facts)
-    if verbose:
-        log_dist(f"SageMaker discovery: {facts}", ranks=[0])
-
-
-def _started_by_mpi(cloud: str) -> FoundRank:
-    found = mpi_found(os.environ)
-    if found is None:
-        raise problem(
-            os.environ,
-            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-            f"a {cloud} job started by MPI has these",
-            "Choose MPI as the job's distribution, or set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR.",
-        )
-    return found
 
 
 _SHORTEST, _LONGEST = 0.01, 0.5  # seconds between two looks of rank 0

@@ -199,12 +199,12 @@ class LinkBytes(NamedTuple):
         return self.within + self.between
 
 
-_SHARDS = (  # the message is the shard of one rank
+SHARDS = (  # the message is the shard of one rank
     *("all_gather", "all_gather_into_tensor", "all_gather_coalesced"),
     *("reduce_scatter", "reduce_scatter_tensor"),
 )
 _CUT = ("reduce_scatter_coalesced",)  # the message is cut into shards
-_REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "inference_all_reduce")
+REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "inference_all_reduce")
 _CHAINS = ("broadcast", "broadcast_coalesced", "reduce")
 _PARTS = ("all_to_all", "all_to_all_single", "gather", "scatter")  # of one rank or each for the others
 _WHOLE = ("gather_parts",)  # of each for each
@@ -232,11 +232,11 @@ def link_bytes(operation: str, size: int, ranks: Sequence[int], per_node: int) -
         return LinkBytes(near * each / n, (n * (n - 1) - near) * each / n)
     if operation in _CHAINS:
         return LinkBytes((n - len(nodes)) * size / n, (len(nodes) - 1) * size / n)
-    if operation in _SHARDS:
+    if operation in SHARDS:
         carried: float = (n - 1) * size
     elif operation in _CUT:
         carried = (n - 1) * size / n
-    elif operation in _REDUCTIONS:
+    elif operation in REDUCTIONS:
         carried = 2 * (n - 1) * size / n
     elif operation in _MESSAGES or operation == "batch_isend_irecv":
         carried = size / 2

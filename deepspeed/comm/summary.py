@@ -12,16 +12,11 @@ import torch.distributed as td
 from deepspeed.comm.collectives import all_gather_object, all_reduce
 from deepspeed.comm.groups import get_rank, get_world_size, group_device, is_initialized
 from deepspeed.comm.operations import ReduceOp
+from deepspeed.comm.records import REDUCTIONS, SHARDS
 
 TRIM = 0.1
 
-# How an operation loads the links: what all ranks exchange together, and how much of it crosses a link.
-_GATHERS = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_coalesced"),
-    *("reduce_scatter", "reduce_scatter_tensor"),
-)
 _EXCHANGES = ("all_to_all", "all_to_all_single", "reduce_scatter_coalesced")
-_REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "inference_all_reduce")
 
 
 def bandwidth(op: str, size: int, duration: float, ranks: int) -> tuple[float, float]:
@@ -33,9 +28,9 @@ def bandwidth(op: str, size: int, duration: float, ranks: int) -> tuple[float, f
     if duration <= 0:
         return 0.0, 0.0
     share = (ranks - 1) / ranks
-    if op in _REDUCTIONS:
+    if op in REDUCTIONS:
         algorithm, bus = 2 * size / duration, size / duration * 2 * share
-    elif op in _GATHERS:
+    elif op in SHARDS:
         algorithm = size * ranks / duration
         bus = algorithm * share
     elif op in _EXCHANGES:

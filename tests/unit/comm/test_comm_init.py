@@ -131,34 +131,6 @@ def test_a_disabled_section_stays_disabled(single, config):
     assert not single.has_comm_data()
 
 
-def test_clouds_patch_the_environment(clean_env):
-    for name in ("NCCL_SOCKET_IFNAME", "SM_HOSTS"):
-        clean_env.setenv(name, "x")
-        clean_env.delenv(name)
-    ompi = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-    for name, value in ompi.items():
-        clean_env.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    clean_env.setenv("AZUREML_EXPERIMENT_ID", "e")
-    clean_env.setenv("AZ_BATCH_MASTER_NODE", "10.0.0.4:6000")
-    assert comm.in_aml()
-    assert not comm.in_aws_sm()
-    assert not comm.in_dlts()
-    comm.patch_aml_env_for_torch_nccl_backend()
-    found = [os.environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
-    assert found == ["1", "2", "0", "10.0.0.4", "6105"]
-    assert os.environ["NCCL_SOCKET_IFNAME"] == "^docker0,lo"
-    clean_env.delenv("MASTER_ADDR")
-    clean_env.setenv("SM_HOSTS", '["algo-1", "algo-2"]')
-    comm.patch_aws_sm_env_for_torch_nccl_backend()
-    assert os.environ["MASTER_ADDR"] == "algo-1"
-
-
-def test_patches_and_mpi_discovery_need_mpi(clean_env):
-    for patch in (comm.patch_aml_env_for_torch_nccl_backend, comm.patch_aws_sm_env_for_torch_nccl_backend):
-        with pytest.raises(RendezvousError, match="OMPI_COMM_WORLD_RANK not set"):
-            patch()
-
-
 def test_mpi_discovery_from_variables(clean_env):
     for name, value in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items():
         clean_env.setenv(f"OMPI_COMM_WORLD_{name}", value)

@@ -60,8 +60,6 @@ log_summary(show_straggler=False, return_dict=False)
 monitored_barrier(group=None, timeout=None, wait_all_ranks=False, prof=False, log_name='monitored_barrier',
     debug=None)
 mpi_discovery(distributed_port=29500, verbose=True)
-patch_aml_env_for_torch_nccl_backend(master_port=6105, verbose=True)
-patch_aws_sm_env_for_torch_nccl_backend(verbose=True)
 recv(tensor, src=None, group=None, tag=0, prof=False, log_name='recv', debug=None)
 reduce(tensor, dst, op=SUM, group=None, async_op=False, prof=False, log_name='reduce', debug=None)
 reduce_scatter(output, input_list, op=SUM, group=None, async_op=False, prof=False, log_name='reduce_scatter',
