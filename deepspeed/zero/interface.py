@@ -40,6 +40,7 @@ from deepspeed.zero.states.parameter_state import StateOwner as StateOwner
 from deepspeed.zero.states.parameter_state import attach as attach
 from deepspeed.zero.states.parameter_state import detach as detach
 from deepspeed.zero.states.parameter_state import join as join
+from deepspeed.zero.states.parameter_state import plain_state as plain_state
 from deepspeed.zero.states.states import OptimizerStates as OptimizerStates
 from deepspeed.zero.states.states import update_some as update_some
 from deepspeed.zero.states.tiles import tiles_well as tiles_well

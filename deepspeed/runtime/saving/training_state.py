@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,13 +15,12 @@ from deepspeed.checkpoint.formats.training_state import Counters, ExpertState, G
 from deepspeed.config.explain import without_secrets
 from deepspeed.fragments import DimSplit, FlatLayout
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.ops.moments import MomentKeeper, scale_name
 from deepspeed.precision.scale import DynamicScale, LossScale, NoScale
 from deepspeed.runtime.dataloader import position_of
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.rng import capture_states
 from deepspeed.tensor_parallel import marked_splits, splits_of
-from deepspeed.zero.interface import ShardGroup, shard_of
+from deepspeed.zero.interface import ShardGroup, plain_state, shard_of
 
 # the loss scale: our names → those of DeepSpeed's checkpoints
 _NAMES = {
@@ -154,7 +153,7 @@ def kinds_of(parts: Parts) -> list[list[str]]:
     """Which states the optimizer has on this rank, per group: ranks that hold nothing learn it from the others."""
     if parts.basic_optimizer is None:
         return []
-    return [sorted(_tensors(parts.basic_optimizer, group)) for group in _groups(parts, exclude_frozen=False)]
+    return [sorted(_states(parts.basic_optimizer, group)[0]) for group in _groups(parts, exclude_frozen=False)]
 
 
 def collect(parts: Parts, run: RunState, *, exclude_frozen: bool = False) -> TrainingState:
@@ -252,42 +251,28 @@ def _groups(parts: Parts, exclude_frozen: bool) -> list[ListedGroup]:
     return result
 
 
-def _states(optimizer: Optimizer, master: nn.Parameter | None) -> Iterator[tuple[str, Any, bool]]:
-    """(name, value, has one element per element of the parameter)."""
-    if master is None:
-        return
-    state = optimizer.state.get(master, {})
-    coded: set[str] = set()
-    if isinstance(optimizer, MomentKeeper):  # values go to any cut of the parameter, codes of blocks do not
-        coded = {name for name in state if scale_name(name) in state}
-        yield from ((name, optimizer.moment(master, name), True) for name in state if name in coded)
-    hidden = coded | set(map(scale_name, coded))
-    for key, value in state.items():
-        if key in hidden:
-            continue
-        alike = isinstance(value, Tensor) and value.shape == master.shape and key != "step"
-        yield key, value, alike
-
-
-def _tensors(optimizer: Optimizer, group: ListedGroup) -> dict[str, list[Tensor | None]]:
-    columns: dict[str, list[Tensor | None]] = {}
+def _states(optimizer: Optimizer, group: ListedGroup) -> tuple[dict[str, list[Tensor | None]], list[dict[str, Any]]]:
+    """The states with one element per element of their parameter, by name, and the others, by parameter."""
+    tensors: dict[str, list[Tensor | None]] = {}
+    others: list[dict[str, Any]] = [{} for _ in group.names]
     for place, master in enumerate(group.masters):
-        for key, value, alike in _states(optimizer, master):
-            if alike:
-                columns.setdefault(key, [None] * len(group.names))[place] = value
-    return columns
+        # values go to any cut of the parameter, codes of blocks do not
+        for key, value in plain_state(optimizer, master).items():
+            if key != "step" and isinstance(value, Tensor) and master is not None and value.shape == master.shape:
+                tensors.setdefault(key, [None] * len(group.names))[place] = value
+            else:
+                others[place][key] = value
+    return tensors, others
 
 
 def _group_state(optimizer: Optimizer | None, group: ListedGroup, known: Sequence[str]) -> GroupState:
     assert optimizer is not None, "groups are those of an optimizer"
-    scalars = [
-        {key: value for key, value, alike in _states(optimizer, master) if not alike} for master in group.masters
-    ]
+    tensors, scalars = _states(optimizer, group)
     masters = [None if master is None else master.detach() for master in group.masters]
     return GroupState(
         names=list(group.names),
         shapes=[shape_of(param) for param in group.params],
-        tensors={"master": masters, **_tensors(optimizer, group)},
+        tensors={"master": masters, **tensors},
         scalars=scalars,
         hyperparameters={key: value for key, value in group.options.items() if key not in ("params", "param_names")},
         layout=group.layout,

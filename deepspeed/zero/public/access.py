@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.ops.moments import MomentKeeper, scale_name
-from deepspeed.zero.states.parameter_state import ParameterState, StateOwner, join, owner_of
+from deepspeed.zero.states.parameter_state import ParameterState, StateOwner, join, owner_of, plain_state
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -129,7 +129,7 @@ def _get_state(param: nn.Parameter, key: str, call: str) -> Any:
     owner, held = _find(param, call)
     if owner is None or held is None:
         return None
-    mine = _states(owner, held)
+    mine = plain_state(owner.optimizer, held.master)
     kind = _kind(held, mine, key)
     if kind is None:
         return None
@@ -139,7 +139,7 @@ def _get_state(param: nn.Parameter, key: str, call: str) -> Any:
 @torch.no_grad()
 def _set_state(param: nn.Parameter, value: Any, key: str, call: str) -> None:
     owner, held = _need(param, call)
-    kind = _kind(held, _states(owner, held), key)
+    kind = _kind(held, plain_state(owner.optimizer, held.master), key)
     if kind is None:
         raise UsageError(f"the optimizer has no state of {held.name} yet; take a step, or load a checkpoint, first")
     optimizer, master = owner.optimizer, held.master
@@ -222,22 +222,6 @@ def _write(target: Tensor | None, part: Tensor) -> None:
 
 
 # ---- optimizer states
-
-
-def _states(owner: StateOwner, held: ParameterState) -> dict[str, Any]:
-    """The states of what lies here; moments in 8 bits as the values that they stand for."""
-    optimizer = owner.optimizer
-    found: dict[str, Any] = optimizer.state.get(held.master, {}) if held.master is not None else {}
-    if not isinstance(optimizer, MomentKeeper) or not any(scale_name(name) in found for name in found):
-        return found
-    assert held.master is not None, "what has states lies here"
-    codes = {name for name in found if scale_name(name) in found}
-    scales = set(map(scale_name, codes))
-    return {
-        name: optimizer.moment(held.master, name) if name in codes else value
-        for name, value in found.items()
-        if name not in scales
-    }
 
 
 def _kind(held: ParameterState, mine: dict[str, Any], key: str) -> torch.dtype | tuple[Any] | None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from deepspeed import comm
 from deepspeed.errors import UsageError
+from deepspeed.ops.moments import MomentKeeper, scale_name
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters.data import plain_data
 
@@ -22,6 +23,19 @@ if TYPE_CHECKING:
     from deepspeed.zero.states.groups import ShardGroup
 
 _KEY = "_states"
+
+
+def plain_state(optimizer: Optimizer, param: nn.Parameter | None) -> dict[str, Any]:
+    """The state of a parameter, moments in 8 bits as the values that they stand for; empty for None."""
+    state: dict[str, Any] = {} if param is None else optimizer.state.get(param, {})
+    if param is None or not isinstance(optimizer, MomentKeeper):
+        return state
+    scales = {scale_name(name) for name in state if scale_name(name) in state}
+    return {
+        name: optimizer.moment(param, name) if scale_name(name) in scales else value
+        for name, value in state.items()
+        if name not in scales
+    }
 
 
 @dataclass(eq=False)
