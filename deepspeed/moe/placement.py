@@ -31,6 +31,7 @@ from deepspeed.moe.stacked_experts import SpreadStack
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.parallel import AxisGroup, ExpertGroups, ParallelLayout
 from deepspeed.parallel.mpu import current_layout
+from deepspeed.parallel.regions import Uncopied
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def export_whole(module: nn.Module, experts: SpreadExperts | None, stack: ExitSt
         stack.callback(handle.remove)
 
 
-class StateDictExport:
+class StateDictExport(Uncopied):
     """The way from one rank's state dict to that of the whole model."""
 
     def __init__(self, experts: SpreadExperts, exchange: RankExchange) -> None:
@@ -257,9 +258,6 @@ class StateDictExport:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, ()  # in a file it means nothing
-
-    def __deepcopy__(self, _: Any) -> StateDictExport:
-        return self
 
 
 def join_layer(state: dict[str, Any], experts: SpreadExperts, layer: SpreadLayer, prefix: str = "") -> None:

@@ -39,8 +39,15 @@ class RankGroup(Protocol):
         """How many they are."""
 
 
+class Uncopied:
+    """What refers to groups of processes, which a copy of a module shares."""
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return self
+
+
 @dataclass(frozen=True)
-class GroupMembers:
+class GroupMembers(Uncopied):
     """The ranks of a process group that belongs to no layout."""
 
     group: ProcessGroup
@@ -54,9 +61,6 @@ class GroupMembers:
     def size(self) -> int:
         """How many they are."""
         return self.group.size()
-
-    def __deepcopy__(self, _: Any) -> GroupMembers:
-        return self  # groups of processes are not copied
 
 
 Way = Callable[[Tensor, RankGroup, Sequence[int], int], Tensor]
@@ -220,7 +224,7 @@ def between(tensor: Tensor, axis: RankGroup, sizes: Sequence[int], dim: int, pai
 
 
 @dataclass
-class ParameterCut:
+class ParameterCut(Uncopied):
     """Parameters of which every rank of an axis holds a part."""
 
     axis: RankGroup
@@ -236,9 +240,6 @@ class ParameterCut:
     def by_outputs(self) -> bool:
         """Whether it is a plain linear layer that takes the whole input and returns this rank's outputs."""
         return False
-
-    def __deepcopy__(self, _: Any) -> ParameterCut:
-        return self  # groups of processes are not copied
 
 
 class OwnProduct(nn.Module, ABC):

@@ -18,21 +18,18 @@ from torch import Tensor, nn
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.parallel.process_groups import ranks_of
-from deepspeed.parallel.regions import RankGroup
+from deepspeed.parallel.regions import RankGroup, Uncopied
 
 _APART = 0x9E3779B97F4A7C15  # odd, so that the seeds of ranks differ
 
 
-class RankGenerator:
+class RankGenerator(Uncopied):
     """Puts a random state of this rank's own into the generators, and the shared one back."""
 
     def __init__(self, axis: RankGroup) -> None:
         self._rank = axis.rank
         self._seed: int | None = None
         self._shared: tuple[Tensor, Tensor | None] | None = None
-
-    def __deepcopy__(self, _: Any) -> RankGenerator:
-        return self
 
     def begin(self, module: nn.Module, *_: Any) -> None:
         """What comes now is split; also as a hook."""

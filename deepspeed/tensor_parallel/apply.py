@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.fragments import DimSplit, even
-from deepspeed.parallel.regions import OwnProduct, RankGroup, cut_of, enter, summed, whole_of
+from deepspeed.parallel.regions import OwnProduct, RankGroup, Uncopied, cut_of, enter, summed, whole_of
 from deepspeed.tensor_parallel.attention import set_local_heads
 from deepspeed.tensor_parallel.layer_splits import LayerSplit, SplitRegion
 from deepspeed.tensor_parallel.layers import (
@@ -24,7 +24,6 @@ from deepspeed.tensor_parallel.layers import (
     RowParallel,
     ShardInfo,
     SharedInput,
-    Uncopied,
     VocabularyParallel,
 )
 from deepspeed.tensor_parallel.plan import SplitPlan

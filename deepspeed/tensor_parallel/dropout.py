@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed.parallel.regions import RankGroup
+from deepspeed.parallel.regions import RankGroup, Uncopied
 from deepspeed.parallel.rng import RankGenerator
-from deepspeed.tensor_parallel.layers import ColumnParallel, RowParallel, Uncopied
+from deepspeed.tensor_parallel.layers import ColumnParallel, RowParallel
 from deepspeed.transformers.source import called_on_self, tree_of
 
 

@@ -7,11 +7,11 @@ Each class below is put before the layer's own by `class_before`, so that `isins
 input's gradient is summed once, while the product for the first one's weight runs. Forward of a row layer: its product
 is computed in two halves, and the first is summed while the second is computed.
 
-[Note: between departure and arrival]
-Autograd takes of the nodes that are ready the one that was made last. On its way into the region a tensor passes a node
-that waits in backward (`_Arrive`), and then one that begins the sum (`_Depart`); between the two the first layer's
-weight passes a node of its own (`_Late`), which therefore has its turn between both. It computes the weight's gradient,
-for which the layer's own node only puts its factors aside. Were the order another one, only time would be lost.
+[Note: between start and wait]
+Of the nodes that are ready autograd runs the one that was made last. The input of the region passes a node that waits
+for the sum in backward (`_WaitSum`), and then one that starts it (`_StartSum`). Between the two the weight of the first
+layer passes a node of its own (`_WeightGradient`), which therefore runs between both. It computes the weight's gradient
+from the factors that the layer's own node keeps. Another order would only cost time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from deepspeed.parallel.regions import (
     OwnProduct,
     ParameterCut,
     RankGroup,
+    Uncopied,
     Way,
     between,
     enter,
@@ -40,7 +41,7 @@ from deepspeed.parallel.regions import (
 )
 
 
-class _Flight:
+class _PendingSum:
     """A sum on its way, and the factors of a product that is computed meanwhile."""
 
     def __init__(self, axis: RankGroup) -> None:
@@ -53,42 +54,42 @@ class _Node(torch.autograd.Function):
     """What a tensor passes for the sake of its backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
+    def forward(ctx: Any, tensor: Tensor, pending: _PendingSum) -> Tensor:
+        ctx.pending = pending
         return tensor.view_as(tensor)
 
 
-class _Arrive(_Node):
+class _WaitSum(_Node):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        if ctx.flight.work is not None:
-            ctx.flight.work.wait()
-            ctx.flight.work = None
+        if ctx.pending.work is not None:
+            ctx.pending.work.wait()
+            ctx.pending.work = None
         return grads[0], None
 
 
-class _Depart(_Node):
+class _StartSum(_Node):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         total = grads[0].contiguous()  # a product, or a sum of products, which is nobody else's
-        if ctx.flight.axis.size > 1:
-            ctx.flight.work = comm.all_reduce(total, group=ctx.flight.axis.group, async_op=True)
+        if ctx.pending.axis.size > 1:
+            ctx.pending.work = comm.all_reduce(total, group=ctx.pending.axis.group, async_op=True)
         return total, None
 
 
-class _Late(_Node):
+class _WeightGradient(_Node):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        assert ctx.flight.factors is not None, "the layer's own node comes before"
-        (outputs, inputs), ctx.flight.factors = ctx.flight.factors, None
+        assert ctx.pending.factors is not None, "the layer's own node comes before"
+        (outputs, inputs), ctx.pending.factors = ctx.pending.factors, None
         return outputs.t().matmul(inputs), None
 
 
-class _First(torch.autograd.Function):
+class _FirstProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, flight: _Flight) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, pending: _PendingSum) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.flight, ctx.has_bias = flight, bias is not None
+        ctx.pending, ctx.has_bias = pending, bias is not None
         return torch.nn.functional.linear(inputs, weight, bias)
 
     @staticmethod
@@ -99,18 +100,11 @@ class _First(torch.autograd.Function):
         to_inputs = grad.matmul(weight) if ctx.needs_input_grad[0] else None
         flat = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
-            ctx.flight.factors = flat, inputs.reshape(-1, inputs.shape[-1])
-            to_weight = grad.new_zeros(()).expand(weight.shape)  # in its place; `_Late` has the gradient
+            ctx.pending.factors = flat, inputs.reshape(-1, inputs.shape[-1])
+            to_weight = grad.new_zeros(()).expand(weight.shape)  # in its place; `_WeightGradient` has the gradient
         if ctx.has_bias and ctx.needs_input_grad[2]:
             to_bias = flat.sum(0)
         return to_inputs, to_weight, to_bias, None
-
-
-class Uncopied:
-    """Something that refers to process groups, which a copy of a module shares."""
-
-    def __deepcopy__(self, _: Any) -> Any:
-        return self
 
 
 class SharedInput(Uncopied):
@@ -159,12 +153,12 @@ class OverlappedInput(SharedInput):
         known = self._known(inputs)
         if known is not None:
             return torch.nn.functional.linear(known, weight, bias)
-        flight = _Flight(self._axis)
-        arrived = _Arrive.apply(inputs, flight)  # type: ignore[no-untyped-call]
+        pending = _PendingSum(self._axis)
+        arrived = _WaitSum.apply(inputs, pending)  # type: ignore[no-untyped-call]
         _, weight, bias = _cast(inputs, weight, bias)
-        late = _Late.apply(weight, flight)  # type: ignore[no-untyped-call]
-        entered = self._remember(inputs, _Depart.apply(arrived, flight))  # type: ignore[no-untyped-call]
-        return _First.apply(entered.to(late.dtype), late, bias, flight)  # type: ignore[no-any-return,no-untyped-call]
+        late = _WeightGradient.apply(weight, pending)  # type: ignore[no-untyped-call]
+        entered = self._remember(inputs, _StartSum.apply(arrived, pending))  # type: ignore[no-untyped-call]
+        return _FirstProduct.apply(entered.to(late.dtype), late, bias, pending)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Halves(torch.autograd.Function):
