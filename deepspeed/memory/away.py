@@ -30,7 +30,7 @@ class AwayStorages:
     """Keeps the host memory of what has returned for the next storage of its size, since locking pages takes long."""
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
-        self._lane = copy_stream_for(device)
+        self._copies = copy_stream_for(device)
         self._pinned = pinned
         self._away: dict[int, _Away] = {}
         """By the identity of the storage."""
@@ -50,7 +50,7 @@ class AwayStorages:
             return
         free = self._free.get(size)
         content = free.pop() if free else host_empty(size, torch.uint8, pinned=self._pinned)
-        copy = self._lane.copy(content, _bytes(storage))
+        copy = self._copies.copy(content, _bytes(storage))
         dropped = weakref.finalize(storage, self._forget, storage._cdata)
         dropped.atexit = False
         self._away[storage._cdata] = _Away(content, copy, dropped)
@@ -69,7 +69,7 @@ class AwayStorages:
         away = self._away.get(storage._cdata)
         if away is not None and away.empty:
             storage.resize_(away.content.numel())
-            away.copy = self._lane.copy(_bytes(storage), away.content)
+            away.copy = self._copies.copy(_bytes(storage), away.content)
             away.empty = False
 
     def arrive(self, storage: Storage) -> None:

@@ -9,7 +9,7 @@ given to another unit; so tensors stay the objects that they are, and can be rea
 [Note: order of copies] A copy waits for what was queued to compute before it, which is all that used its buffer. From
 disk a unit is read to host memory first, one unit ahead of the copy; on a CPU it is read straight into the buffer.
 
-[Note: one lane]
+[Note: one copy stream]
 Copies of both directions share a stream. A host buffer is only touched by copies, so the order of the stream makes it
 safe to use one again at once: what is written into it waits for what was read from it. Device memory is allocated and
 freed in the order of the stream that computes; `copy` therefore waits for what computes now, and `join` makes what

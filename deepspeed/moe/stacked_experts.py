@@ -26,19 +26,19 @@ from deepspeed.ops.grouped import Groups, grouped_linear
 from deepspeed.ops.model.gated import ACTIVATIONS, halves, halves_reference
 from deepspeed.ops.model.linear import takes
 from deepspeed.parallel import AxisGroup, ExpertGroups
-from deepspeed.parallel.regions import ParameterCut, Way, between, enter, joined, leave, own
+from deepspeed.parallel.regions import ParameterCut, Uncopied, Way, between, enter, joined, leave, own
 from deepspeed.transformers.replacement import class_before
 
 
 class Listener:
     """Called with the assignments of each expert and, where some are dropped, which of them were kept."""
 
-    def __init__(self, hear: Callable[[str, Tensor, Tensor | None], None], path: str) -> None:
-        self._hear, self._path = hear, path
+    def __init__(self, listen: Callable[[str, Tensor, Tensor | None], None], path: str) -> None:
+        self._listen, self._path = listen, path
 
     def __call__(self, counts: Tensor, kept: Tensor | None = None) -> None:
         if torch._C._current_graph_task_id() == -1:  # else a backward runs the layer again
-            self._hear(self._path, counts, kept)
+            self._listen(self._path, counts, kept)
 
     def __deepcopy__(self, _: Any) -> None:
         return None
@@ -155,7 +155,7 @@ CHOSEN, EVERY = 3, 1
 
 
 @dataclass
-class StackedExperts:
+class StackedExperts(Uncopied):
     """What a module of experts knows of the others."""
 
     path: str
@@ -192,9 +192,6 @@ class StackedExperts:
         if tensor.is_floating_point():
             return between(tensor, self.tensor, sizes, dim, ways)
         return ways[0](tensor, self.tensor, sizes, dim)
-
-    def __deepcopy__(self, _: Any) -> StackedExperts:
-        return self  # groups of processes are not copied
 
 
 def count_of_stack(module: nn.Module) -> int | None:

@@ -33,7 +33,7 @@ class RouterStatistics:
     def attach(self, events: EventStream) -> RouterStatistics:
         """Listen to every layer until `close`."""
         for path, (layer, _) in self._layers.items():
-            layer.listener = Listener(self._hear, path)
+            layer.listener = Listener(self._count, path)
             self._open.callback(setattr, layer, "listener", None)
         self._open.callback(self._tell, events)
         self._open.callback(events.subscribe(StepFinished, lambda event: self._step(event, events)).close)
@@ -43,7 +43,7 @@ class RouterStatistics:
         """Tell what is left and stop listening."""
         self._open.close()
 
-    def _hear(self, path: str, counts: Tensor, kept: Tensor | None) -> None:
+    def _count(self, path: str, counts: Tensor, kept: Tensor | None) -> None:
         """[experts + 1]: assignments of each expert, and how many of all were dropped."""
         dropped = torch.zeros_like(counts[:1]) if kept is None else counts.sum() - kept.sum().view(1)
         found = torch.cat((counts, dropped)).detach()

@@ -225,7 +225,7 @@ class PipelineEngine(DeepSpeedEngine):
     _micro_batches: int | None = None
     fwd_outputs: list[Any]
     """The outputs of the last evaluation that asked for them, on the last stage."""
-    _collaborators = (*DeepSpeedEngine._collaborators, "_accord", "_executor", "_feed", "_wires")
+    _collaborators = (*DeepSpeedEngine._collaborators, "_agreement", "_executor", "_batches", "_links")
 
     def __init__(self, parts: Parts, has_bool_tensors: bool = False) -> None:
         """`has_bool_tensors` needs no saying: every dtype is sent as it is."""
@@ -238,21 +238,21 @@ class PipelineEngine(DeepSpeedEngine):
             module.set_checkpoint_interval(schema.pipeline.activation_checkpoint_interval)
         if schema.pipeline.use_reentrant is not None:
             module.use_reentrant = schema.pipeline.use_reentrant
-        self._accord = BatchAgreement(parts.layout)
-        _require(parts, module, self._accord)
+        self._agreement = BatchAgreement(parts.layout)
+        _require(parts, module, self._agreement)
         hosts = RankAgreement(parts.layout.world)
         module.ties.require_alike(hosts)
         warn_if_frozen(module, parts.basic_optimizer, hosts)
         foretold = {stage: form.cast(parts.precision.param) for stage, form in module.foretold.items()}
-        self._wires = StageLinks(parts.layout.pipeline, parts.device, dynamic=module.dynamic_shape, foretold=foretold)
-        self._wires.open()
+        self._links = StageLinks(parts.layout.pipeline, parts.device, dynamic=module.dynamic_shape, foretold=foretold)
+        self._links.open()
         self._schedules: dict[tuple[Any, int], Schedule] = {}
         self._calls: Calls = {}
         self.fwd_outputs = []
-        self._executor = Executor(parts, module, self._wires, splits=self._splits())
+        self._executor = Executor(parts, module, self._links, splits=self._splits())
         parts.reducer.keep_back(module.ties.shared())
-        self._feed = BatchSource(parts.training_dataloader, needed=module.first or module.last)
-        self._feed.batch_fn = None if module.cut is None else module.cut.pair
+        self._batches = BatchSource(parts.training_dataloader, needed=module.first or module.last)
+        self._batches.batch_fn = None if module.cut is None else module.cut.pair
         self._plan(self.gradient_accumulation_steps())
         self._additional: dict[str, Tensor] | None = None
         self.agg_train_loss: Tensor | None = None
@@ -265,7 +265,7 @@ class PipelineEngine(DeepSpeedEngine):
         if not torch.is_grad_enabled():
             raise PipelineError("train_batch() needs gradients, and they are switched off; use eval_batch()")
         if data_iter is not None:
-            self._feed.use_iterator(data_iter, again=True)
+            self._batches.use_iterator(data_iter, again=True)
         with naming_stages(self.module.topology()):
             return self._train()
 
@@ -280,7 +280,7 @@ class PipelineEngine(DeepSpeedEngine):
         if self._parts.pacing is not None and self._parts.pacing.enter(self.global_steps, self.global_steps):
             self.reset_activation_shape()
         self._look_for_unfrozen()
-        results = self._play(self._plan(count), *self._load(self._feed, "train_batch()", count))
+        results = self._play(self._plan(count), *self._load(self._batches, "train_batch()", count))
         self.module.ties.reduce(self._parts.reducer.change_unreduced)
         loss = self._mean(results)
         assert loss is not None, "the loss of a training batch is told to all ranks"
@@ -337,12 +337,12 @@ class PipelineEngine(DeepSpeedEngine):
         count = self.micro_batches if count is None else count
         if not isinstance(count, int) or count < 1:
             raise UsageError(f"num_micro_batches is {count!r}; expected a whole number of at least 1")
-        feed, training = self._feed.lend(data_iter), self.module.training
+        source, training = self._batches.lend(data_iter), self.module.training
         with naming_stages(self.module.topology()):
-            loaded = self._load(feed, "eval_batch()", count)
+            loaded = self._load(source, "eval_batch()", count)
             self.module.eval()
             try:
-                with torch.no_grad(), self._wires.other_forms():
+                with torch.no_grad(), self._links.other_forms():
                     plan = self._plan(count, train=False)
                     results = self._play(plan, *loaded, compute_loss=compute_loss, keep_outputs=keep)
                     self.fwd_outputs = results.outputs
@@ -350,18 +350,18 @@ class PipelineEngine(DeepSpeedEngine):
             finally:
                 self.module.train(training)
 
-    def _load(self, feed: BatchSource, what: str, count: int) -> tuple[list[Batch], Callable[[], None]]:
+    def _load(self, source: BatchSource, what: str, count: int) -> tuple[list[Batch], Callable[[], None]]:
         """The micro-batches of a batch that this rank has, and what asks whether all ranks have theirs."""
         error: Exception | None = None
         batches: list[Batch] = []
         try:
-            batches = feed.take(count, self._parts.pacing if feed is self._feed else None)
+            batches = source.take(count, self._parts.pacing if source is self._batches else None)
         except Exception as caught:  # noqa: BLE001 - the data is the script's; the error is raised on all ranks
             error = caught
-        return batches, self._accord.begin(what, count, len(batches) if feed.needed else None, error)
+        return batches, self._agreement.begin(what, count, len(batches) if source.needed else None, error)
 
     def _play(self, schedule: Schedule, batches: list[Batch], ask: Any, **options: Any) -> Results:
-        layout, wanted = self._parts.layout, schedule.micro_batches * self._feed.needed
+        layout, wanted = self._parts.layout, schedule.micro_batches * self._batches.needed
         try:
             # A rank that has its data computes before it asks, if no replica could wait for it inside of layers.
             if len(batches) < wanted or layout.pipeline.size < layout.world.size:
@@ -369,18 +369,18 @@ class PipelineEngine(DeepSpeedEngine):
                 ask = None
             if self._calls and not schedule.forward_only:
                 options["before"] = {at: [partial(call, self) for call in calls] for at, calls in self._calls.items()}
-            before_last = self._accord.listen_for_end
+            before_last = self._agreement.listen_for_end
             results = self._executor.run(schedule, batches, ask=ask, before_last=before_last, **options)
         except BaseException:
-            self._wires.abandon()
+            self._links.abandon()
             self.zero_grad()
             raise
         failure = results.failure
         try:
             error = None if failure is None else failure.error
-            results.loss = self._accord.end(results.failed, failure, error, self._on_host(results))
+            results.loss = self._agreement.end(results.failed, failure, error, self._on_host(results))
         except PipelineError as error:
-            self._wires.forget_forms()
+            self._links.forget_forms()
             if not schedule.forward_only:
                 self._parts.backward.give_up()
                 if self.events.wants(PhaseFailed):  # on all ranks, wherever it was
@@ -468,23 +468,23 @@ class PipelineEngine(DeepSpeedEngine):
 
     def set_dataloader(self, loader: Any) -> None:
         """Take training batches from the beginning of a loader; at its end train_batch() raises StopIteration."""
-        self.training_dataloader = loader if self._feed.needed else None
-        self._feed.use_iterator(loader)
+        self.training_dataloader = loader if self._batches.needed else None
+        self._batches.use_iterator(loader)
 
     def _continue_run(self, source: Source, whole: bool) -> None:
         super()._continue_run(source, whole)
         if whole:
-            self._feed.reopen()
+            self._batches.reopen()
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        self._feed.use_iterator(iterator)
+        self._batches.use_iterator(iterator)
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        self._feed.batch_fn = fn
+        self._batches.batch_fn = fn
 
     def reset_activation_shape(self) -> None:
         """Let the next batch have other shapes; on all ranks."""
-        self._wires.forget_forms()
+        self._links.forget_forms()
 
     def set_has_attention_mask(self, value: bool) -> None:
         """Nothing: what has no gradient, such as a mask, is found by itself."""

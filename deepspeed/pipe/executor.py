@@ -159,7 +159,7 @@ class _Held:
 
 
 @dataclass
-class _Play:
+class _Run:
     schedule: Schedule
     batches: Sequence[Batch]
     train: bool
@@ -174,11 +174,11 @@ class _Play:
 class Executor:
     """Runs batches through the stages of this rank."""
 
-    def __init__(self, parts: Parts, module: PipelineModule, wires: StageLinks, *, splits: bool) -> None:
+    def __init__(self, parts: Parts, module: PipelineModule, links: StageLinks, *, splits: bool) -> None:
         """Without `splits` the gradients of weights are computed together with those of inputs."""
         self._parts = parts
         self._module = module
-        self._wires = wires
+        self._links = links
         self._splits = splits
         self._passes: dict[int, tuple[Schedule, list[Pass]]] = {}
         """By the id of the schedule, which is a long thing to compare."""
@@ -201,7 +201,7 @@ class Executor:
         `before` has for the number of a pass is called before that.
         """
         train = not schedule.forward_only
-        play = _Play(schedule, batches, train, compute_loss, keep_outputs)
+        run = _Run(schedule, batches, train, compute_loss, keep_outputs)
         passes = self._of_this_rank(schedule)
         for place, each in enumerate(passes):
             ahead = passes[place : place + _AHEAD]
@@ -209,23 +209,23 @@ class Executor:
                 ask()
                 ask = None
             self._post(ahead)
-            value = self._take(play, each)
+            value = self._take(run, each)
             self._announce(each)
             if before_last is not None and place + 1 == len(passes):
                 before_last()
             for call in before.get(place, ()) if before else ():
                 call()
-            result = self._guarded(play, each, value)
+            result = self._guarded(run, each, value)
             if ask is not None:
                 ask()
                 ask = None
-            self._give(play, each, result)
+            self._give(run, each, result)
         for call in before.get(len(passes), ()) if before else ():
             call()
         if train:
-            self._parts.reducer.arrivals.part()
-        self._wires.settle()
-        return play.results
+            self._parts.reducer.hooks.part()
+        self._links.settle()
+        return run.results
 
     def _of_this_rank(self, schedule: Schedule) -> list[Pass]:
         if id(schedule) not in self._passes:
@@ -251,48 +251,48 @@ class Executor:
         blocked = set()
         for each in passes:
             message = each.received
-            if message is not None and message.channel not in blocked and not self._wires.post(message):
+            if message is not None and message.channel not in blocked and not self._links.post(message):
                 blocked.add(message.channel)
 
-    def _take(self, play: _Play, each: Pass) -> Any:
+    def _take(self, run: _Run, each: Pass) -> Any:
         """What an action works on: from another rank, from another stage of this one, or nothing."""
         if each.received is not None:
-            return self._wires.receive(each.received)
+            return self._links.receive(each.received)
         action = each.action
         kind = "activation" if action.op is PassKind.FORWARD else "gradient"
-        return play.nearby.pop((kind, action.stage, action.micro_batch), None)
+        return run.nearby.pop((kind, action.stage, action.micro_batch), None)
 
-    def _give(self, play: _Play, each: Pass, result: Any) -> None:
+    def _give(self, run: _Run, each: Pass, result: Any) -> None:
         action = each.action
         if each.sent is not None:
             try:
-                self._wires.send(each.sent, result)
+                self._links.send(each.sent, result)
             except PipelineError as error:
-                self._fail(play, action, error)
-                self._wires.send(each.sent, FAILED)
-        elif action.op is PassKind.FORWARD and action.stage + 1 < play.schedule.stages:
+                self._fail(run, action, error)
+                self._links.send(each.sent, FAILED)
+        elif action.op is PassKind.FORWARD and action.stage + 1 < run.schedule.stages:
             cut = result if result is FAILED else cut_off(result)
-            play.nearby["activation", action.stage + 1, action.micro_batch] = cut
+            run.nearby["activation", action.stage + 1, action.micro_batch] = cut
         elif action.op.passes_back and action.stage > 0:
-            play.nearby["gradient", action.stage - 1, action.micro_batch] = result
+            run.nearby["gradient", action.stage - 1, action.micro_batch] = result
 
     # ---- computations
 
-    def _guarded(self, play: _Play, each: Pass, value: Any) -> Any:
+    def _guarded(self, run: _Run, each: Pass, value: Any) -> Any:
         """The result of an action, or FAILED."""
         if value is FAILED:
-            play.results.failed = True
-        if play.results.failed:
-            play.held.clear()
-            play.rests.clear()
+            run.results.failed = True
+        if run.results.failed:
+            run.held.clear()
+            run.rests.clear()
             self._pass_by(each)
             return FAILED
         try:
-            return self._compute(play, each, value)
+            return self._compute(run, each, value)
         except CommError:
             raise
         except Exception as error:  # noqa: BLE001 - the model's own error is raised on all ranks after the batch
-            self._fail(play, each.action, error)
+            self._fail(run, each.action, error)
             return FAILED
 
     def _pass_by(self, each: Pass) -> None:
@@ -302,19 +302,19 @@ class Executor:
         elif self._coordinator is not None:
             self._coordinator.pass_by()
 
-    def _fail(self, play: _Play, action: Action, error: Exception) -> None:
-        play.results.failed = True
-        if play.results.failure is None:
-            play.results.failure = Failure(action, error)
+    def _fail(self, run: _Run, action: Action, error: Exception) -> None:
+        run.results.failed = True
+        if run.results.failure is None:
+            run.results.failure = Failure(action, error)
 
-    def _compute(self, play: _Play, each: Pass, value: Any) -> Any:
-        if not play.train:
-            return self._forward(play, each, value)
+    def _compute(self, run: _Run, each: Pass, value: Any) -> Any:
+        if not run.train:
+            return self._forward(run, each, value)
         if each.action.op is PassKind.FORWARD:
             with self._phase(Phase.FORWARD, each.action):
-                return self._forward(play, each, value)
+                return self._forward(run, each, value)
         with self._phase(Phase.BACKWARD, each.action):
-            return self._passing(each, lambda: self._differentiate(play, each.action, value))
+            return self._passing(each, lambda: self._differentiate(run, each.action, value))
 
     def _passing(self, each: Pass, differentiate: Callable[[], T]) -> T:
         backward = self._parts.backward
@@ -324,49 +324,49 @@ class Executor:
         finally:
             backward.end_pass()
 
-    def _differentiate(self, play: _Play, action: Action, value: Any) -> list[Tensor | None] | None:
+    def _differentiate(self, run: _Run, action: Action, value: Any) -> list[Tensor | None] | None:
         with self._phase(Phase.BACKWARD_INNER, action):
             if action.op is not PassKind.WEIGHT:
-                return self._backward(play, action, value)
-            self._weights(play, action)
+                return self._backward(run, action, value)
+            self._weights(run, action)
             return None
 
     def _phase(self, which: Phase, action: Action) -> AbstractContextManager[None]:
         return phase(self._parts.events, which, self._parts.accumulation, ahead=action.micro_batch)
 
-    def _weights(self, play: _Play, action: Action) -> None:
-        rest = play.rests.pop((action.stage, action.micro_batch), None)
+    def _weights(self, run: _Run, action: Action) -> None:
+        rest = run.rests.pop((action.stage, action.micro_batch), None)
         if rest is not None:
             rest.run(None if self._coordinator is None else self._coordinator.before_weights)
 
-    def _forward(self, play: _Play, each: Pass, value: Any) -> Any:
+    def _forward(self, run: _Run, each: Pass, value: Any) -> Any:
         action, device = each.action, self._parts.device
         leaves: list[Tensor] = []
         if action.stage == 0:
-            inputs = map_tensors(play.batches[action.micro_batch][0], lambda t: t.to(device))
+            inputs = map_tensors(run.batches[action.micro_batch][0], lambda t: t.to(device))
         else:
-            inputs, leaves = entered(value, shared=each.received is None) if play.train else (value, leaves)
+            inputs, leaves = entered(value, shared=each.received is None) if run.train else (value, leaves)
         outputs = self._parts.forward(inputs, stage=action.stage)
-        if action.stage == play.schedule.stages - 1:
-            return self._finish(play, action, leaves, outputs)
-        if play.train:
-            play.held[action.stage, action.micro_batch] = _Held(leaves, _trained(outputs))
+        if action.stage == run.schedule.stages - 1:
+            return self._finish(run, action, leaves, outputs)
+        if run.train:
+            run.held[action.stage, action.micro_batch] = _Held(leaves, _trained(outputs))
         return outputs
 
-    def _finish(self, play: _Play, action: Action, leaves: list[Tensor], outputs: Any) -> None:
+    def _finish(self, run: _Run, action: Action, leaves: list[Tensor], outputs: Any) -> None:
         """The end of a forward: the loss, and what else was asked for."""
-        if play.keep_outputs:
-            play.results.outputs.append(map_tensors(outputs, Tensor.detach))
-        if not play.compute_loss:
+        if run.keep_outputs:
+            run.results.outputs.append(map_tensors(outputs, Tensor.detach))
+        if not run.compute_loss:
             return
-        loss = self._loss(outputs, play.batches[action.micro_batch][1])
-        play.results.losses.append(loss.detach().float())
+        loss = self._loss(outputs, run.batches[action.micro_batch][1])
+        run.results.losses.append(loss.detach().float())
         extra = self._module.get_additional_losses()
         if extra:  # the module may change these for the next micro-batch
             numbers = {name: torch.as_tensor(value).detach().float().clone() for name, value in extra.items()}
-            play.results.extra.append(numbers)
-        if play.train:
-            play.held[action.stage, action.micro_batch] = _Held(leaves, [loss])
+            run.results.extra.append(numbers)
+        if run.train:
+            run.held[action.stage, action.micro_batch] = _Held(leaves, [loss])
 
     def _loss(self, outputs: Any, labels: Any) -> Tensor:
         loss_fn, device = self._module.loss_fn, self._parts.device
@@ -377,15 +377,15 @@ class Executor:
             raise PipelineError(f"{source} must give one number; found {found}")
         return loss
 
-    def _backward(self, play: _Play, action: Action, value: Any) -> list[Tensor | None]:
-        held = play.held.pop((action.stage, action.micro_batch))
+    def _backward(self, run: _Run, action: Action, value: Any) -> list[Tensor | None]:
+        held = run.held.pop((action.stage, action.micro_batch))
         roots, grads = held.roots, value
-        if action.stage == play.schedule.stages - 1:
+        if action.stage == run.schedule.stages - 1:
             if not roots[0].requires_grad:
                 raise PipelineError("the loss does not require a gradient: no trained parameter took part in it")
-            roots, grads = [self._parts.scale.apply(roots[0] / play.schedule.micro_batches)], [None]
+            roots, grads = [self._parts.scale.apply(roots[0] / run.schedule.micro_batches)], [None]
         if roots and action.op is PassKind.INPUT and held.leaves:
-            play.rests[action.stage, action.micro_batch] = self._inputs(roots, grads, held.leaves)
+            run.rests[action.stage, action.micro_batch] = self._inputs(roots, grads, held.leaves)
         elif roots:
             torch.autograd.backward(roots, grads)
         return [leaf.grad for leaf in held.leaves]

@@ -105,7 +105,7 @@ class Backward:
         be `more` final passes, over other parameters. `end_pass` follows, whatever happens, also here.
         """
         self._begin(1.0 / self._scale.value, reduces=final)
-        self._reducer.arrivals.expect(final=final, more=more)
+        self._reducer.hooks.expect(final=final, more=more)
         self._running, self._reduce = True, final
         self._entered()
 

@@ -294,7 +294,7 @@ class DeepCompile:
         for hook in list(hooks.values()):
             hook(param)
         if self._alike and self._coordinator is not None:
-            self._coordinator.schedule.depart()
+            self._coordinator.schedule.launch_ready()
         if self._section.sync_after_reduce:
             get_accelerator().synchronize()
 

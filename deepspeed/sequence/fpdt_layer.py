@@ -36,14 +36,14 @@ from deepspeed.sequence.layer import apply_rotary_pos_emb
 class _Chunk:
     """A tensor in host memory, and on the device from `load` to `drop`: a part of a sequence that waits for its use.
 
-    Values come back along `lane`, beside what computes; they leave in the order of what computes.
+    Values come back along `copies`, beside what computes; they leave in the order of what computes.
     """
 
-    def __init__(self, chunk: Tensor, lane: CopyStream) -> None:
+    def __init__(self, chunk: Tensor, copies: CopyStream) -> None:
         self.dtype, self._shape, self._device = chunk.dtype, chunk.shape, chunk.device
         self._host = get_accelerator().pin_empty(chunk.shape, dtype=chunk.dtype)
         self._host.copy_(chunk.detach(), non_blocking=True)
-        self._lane = lane
+        self._copies = copies
         self._here: Tensor | None = None
         self._ticket: PendingCopy | None = None
 
@@ -51,7 +51,7 @@ class _Chunk:
         """Begin to bring the values to the device; nothing where they are there."""
         if self._here is None:
             self._here = torch.empty(self._shape, dtype=self.dtype, device=self._device)
-            self._ticket = self._lane.copy(self._here, self._host)
+            self._ticket = self._copies.copy(self._here, self._host)
 
     def value(self) -> Tensor:
         """The values on the device."""
@@ -112,13 +112,13 @@ class _Keys:
 class _Kept:
     """What chunks leave behind for later ones and for backward. It knows nothing of the graph, which knows it."""
 
-    def __init__(self, scale: float, lane: CopyStream, offload: bool) -> None:
-        self.scale, self.offload, self._lane = scale, offload, lane
+    def __init__(self, scale: float, copies: CopyStream, offload: bool) -> None:
+        self.scale, self.offload, self._copies = scale, offload, copies
         self.seen: list[_Keys] = []
 
     def keep(self, tensor: Tensor) -> _Chunk:
         """A tensor until it is used again."""
-        return _Chunk(tensor, self._lane) if self.offload else _Here(tensor)
+        return _Chunk(tensor, self._copies) if self.offload else _Here(tensor)
 
     def add(self, keys: _Keys, found: tuple[Tensor, Tensor]) -> None:
         """Add to the gradients of earlier keys and values, in float32."""

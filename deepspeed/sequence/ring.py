@@ -103,7 +103,7 @@ class _Ring(torch.autograd.Function):
         axis = ring.axis
         flow = grads[0].contiguous()
         query_grad = torch.zeros_like(query, dtype=torch.float32)
-        held, wandering = (key, value), None
+        held, exchange = (key, value), None
         for step in range(axis.size):
             source = (axis.rank - step) % axis.size
             coming = _Exchange(axis, held) if step + 1 < axis.size else None
@@ -114,11 +114,11 @@ class _Ring(torch.autograd.Function):
             query_grad[:, :, rows] += found[0]
             own[0][:, :, columns] += found[1]
             own[1][:, :, columns] += found[2]
-            if wandering is not None:
-                for mine, theirs in zip(own, wandering.wait(), strict=True):
+            if exchange is not None:
+                for mine, theirs in zip(own, exchange.wait(), strict=True):
                     mine += theirs
-            wandering = _Exchange(axis, own)
+            exchange = _Exchange(axis, own)
             held = held if coming is None else coming.wait()
-        assert wandering is not None, "a ring has at least one round"
-        key_grad, value_grad = wandering.wait()
+        assert exchange is not None, "a ring has at least one round"
+        key_grad, value_grad = exchange.wait()
         return query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype), None

@@ -185,14 +185,14 @@ class ZeroModel:
             self.hooks.look_again()
         else:  # until now every parameter stayed whole
             self.hooks.install()
-            self.leave_by_passes()
+            self.launch_by_passes()
 
-    def leave_by_passes(self) -> None:
+    def launch_by_passes(self) -> None:
         """Where parameters are gathered, let gradients leave by their passes: [Note: gradients leave by the plan]."""
         coordinator = self.coordinator
         if coordinator is not None and self.hooks is not None and self.hooks.handles:
-            self.reducer.arrivals.clock = coordinator.schedule
-            coordinator.schedule.departing = self.reducer
+            self.reducer.hooks.clock = coordinator.schedule
+            coordinator.schedule.reducer = self.reducer
 
 
 @dataclass
@@ -394,7 +394,7 @@ class StateBuilder:
                     exchange.groups, states.local_gradients = lambda: states.groups, exchange.gradients
         found = planner.reductions
         sharded = ZeroModel(reducer, states, planner.names, self.axes, coordinator, hooks, reductions=found)
-        sharded.leave_by_passes()
+        sharded.launch_by_passes()
         return sharded
 
     def _states(self, optimizer: Optimizer, planner: GroupPlanner, whole: bool) -> OptimizerStates:

@@ -170,7 +170,7 @@ def zbv(ranks: int, micro_batches: int) -> Schedule:
     limits = (min(2 * ranks, 2 * micro_batches),) * ranks
     repeated = tuple(tuple(_repeated(rank, ranks, micro_batches)) for rank in range(ranks))
     found = [Schedule("zbv", micro_batches, folded(ranks), repeated, limits)]
-    found += [_Play(ranks, micro_batches, order).run() for order in _ORDERS]
+    found += [_Simulation(ranks, micro_batches, order).run() for order in _ORDERS]
     return min(found, key=lambda each: tuple(round(simulate(each, costs).length, 6) for costs in _MESSAGES))
 
 
@@ -193,7 +193,7 @@ def _repeated(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
             yield Action(op, 2 * ranks - 1 - rank if chunk else rank, micro_batch)
 
 
-class _Play:
+class _Simulation:
     """One time step after the other, in which every part of a stage takes one step."""
 
     def __init__(self, ranks: int, micro_batches: int, order: Sequence[tuple[PassKind, int]]) -> None:

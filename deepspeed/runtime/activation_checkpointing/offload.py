@@ -307,13 +307,13 @@ class ActivationOffload:
         pool: int | None = None,
         keep_last: int = 1,
         pinned: bool = True,
-        lane: Callable[[torch.device], CopyStream] = copy_stream_for,
+        copy_stream: Callable[[torch.device], CopyStream] = copy_stream_for,
     ) -> None:
         self._stash = stash
         self._keep_last = keep_last
         self._pinned = pinned
-        self._make_lane = lane
-        self._lanes: dict[torch.device, CopyStream] = {}
+        self._make_stream = copy_stream
+        self._streams: dict[torch.device, CopyStream] = {}
         self._last_turn: weakref.ref[CallGroup] | None = None
         self._newest: deque[weakref.ref[OffloadedTensor]] = deque()
         self._leaving: deque[weakref.ref[OffloadedTensor]] = deque()
@@ -370,8 +370,8 @@ class ActivationOffload:
 
     def drain(self) -> None:
         """Wait for all copies and let go of what only they needed; what waits goes on waiting."""
-        for lane in self._lanes.values():
-            lane.synchronize()
+        for stream in self._streams.values():
+            stream.synchronize()
         self._let_go(0)
         self._coming.clear()
         self.pool.clear()
@@ -388,7 +388,7 @@ class ActivationOffload:
             return
         if parked.slot is None:
             parked.slot = self.pool.take(parked.numel, parked.dtype)
-        parked.ticket = self._lane(parked.device).copy(parked.slot.tensor, parked.tensor)
+        parked.ticket = self._stream(parked.device).copy(parked.slot.tensor, parked.tensor)
         parked.where = _Where.LEAVING
         self._leaving.append(weakref.ref(parked))
         self.stats.offloaded_tensors += 1
@@ -416,14 +416,14 @@ class ActivationOffload:
             return
         # Allocated, and later freed, in the order of the stream that computes.
         parked.tensor = torch.empty(parked.numel, dtype=parked.dtype, device=parked.device)
-        parked.ticket = self._lane(parked.device).copy(parked.tensor, parked.slot.tensor)
+        parked.ticket = self._stream(parked.device).copy(parked.tensor, parked.slot.tensor)
         parked.where = _Where.COMING
         self._coming.append((parked.ticket, parked.tensor))
 
-    def _lane(self, device: torch.device) -> CopyStream:
-        if device not in self._lanes:
-            self._lanes[device] = self._make_lane(device)
-        return self._lanes[device]
+    def _stream(self, device: torch.device) -> CopyStream:
+        if device not in self._streams:
+            self._streams[device] = self._make_stream(device)
+        return self._streams[device]
 
     def _host_buffer(self, nbytes: int) -> torch.Tensor:
         make = get_accelerator().pin_empty if self._pinned else torch.empty

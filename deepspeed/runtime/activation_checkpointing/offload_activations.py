@@ -302,7 +302,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
             pool=max_cpu_buffer_pool_count,
             keep_last=keep_last_count,
             pinned=use_pin_memory,
-            lane=copy_stream_for if use_streams else lambda device: CopyStream(),
+            copy_stream=copy_stream_for if use_streams else lambda device: CopyStream(),
         )
         self._states = _HiddenStates(offload, min_offload_bytes)
         super().__init__(self._states.pack, self._states.unpack)

@@ -97,13 +97,13 @@ class InBackward:
         self,
         optimizer: Optimizer,
         states: OptimizerStates,
-        comings: GradientCounts,
+        counts: GradientCounts,
         *,
         clipping: float,
         reducer: GradientReducer | None = None,
     ) -> None:
         """`clipping` by the norm of the last step; 0: none. `reducer` brings the gradients of several ranks."""
-        self._optimizer, self._states, self._comings, self._clipping = optimizer, states, comings, clipping
+        self._optimizer, self._states, self._counts, self._clipping = optimizer, states, counts, clipping
         self._reducer = reducer
         self._together = _TOGETHER
         self._handles: dict[int, Any] = {}
@@ -138,7 +138,7 @@ class InBackward:
     def begin(self, unit: float) -> None:
         """The last backward of a step runs: update what comes from now on; gradients are worth `unit`."""
         self._states.adopt_edits()
-        self._comings.begin()
+        self._counts.begin()
         self._look()
         self._armed = self._begun = True
         self._gone = set(self._done)
@@ -152,7 +152,7 @@ class InBackward:
         if not self._armed:
             return
         self._armed = False
-        self._comings.end()
+        self._counts.end()
         if self._reducer is None:
             self._update_rest()
 
@@ -204,10 +204,10 @@ class InBackward:
                 "several parts under reentrant checkpointing, otherwise than in the backward before; use "
                 "use_reentrant=False, or turn the key off."
             )
-        self._comings.note(param)
+        self._counts.note(param)
 
     def leaves_whole(self, param: nn.Parameter) -> bool:
-        if not self._armed or id(param) in self._gone or not self._comings.is_whole(param):
+        if not self._armed or id(param) in self._gone or not self._counts.is_whole(param):
             return False
         self._gone.add(id(param))
         return True
@@ -309,9 +309,9 @@ def update_in_backward(parts: Parts, optimizer: Optimizer, states: OptimizerStat
     how = f"clipped to {clipping:g} by the norm of the step before" if clipping > 0 else "not clipped"
     log_dist(f"{KEY}: parameters are updated in backward; gradients are {how}, steps with inf or NaN are not skipped")
     module = parts.module
-    comings = GradientCounts(lambda: (param for _, param in module.named_parameters(remove_duplicate=False)))
+    counts = GradientCounts(lambda: (param for _, param in module.named_parameters(remove_duplicate=False)))
     reducer = parts.reducer if parts.reducer.replicated is None else None
-    return InBackward(optimizer, states, comings, clipping=clipping, reducer=reducer)
+    return InBackward(optimizer, states, counts, clipping=clipping, reducer=reducer)
 
 
 def _require_possible(parts: Parts, optimizer: Optimizer) -> None:

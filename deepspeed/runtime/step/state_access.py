@@ -41,12 +41,12 @@ def open_access(parts: Parts, optimizer: Optimizer, states: OptimizerStates, sta
             if param is not None and param.requires_grad:
                 owner.slots.append((f"{prefix}.{key}" if prefix else key, module, key, param))
     if owner.older:
-        _tell_of_elders(owner)
+        _warn_of_older_engines(owner)
     stack.callback(_close, parts.module, owner)
     return owner
 
 
-def _tell_of_elders(owner: StateOwner) -> None:
+def _warn_of_older_engines(owner: StateOwner) -> None:
     """Say which engine can step from now on; one that only waits for Python's collector is no other engine."""
     gc.collect()
     shared = [other.newer[owner] for other in (ref() for ref in owner.older) if other is not None]

@@ -254,7 +254,7 @@ _LARGE = 128 << 20  # bytes of a bucket of which one in flight keeps any link bu
 
 
 @dataclass(eq=False, slots=True)
-class _Flight:
+class _SentBucket:
     bucket: Bucket
     memory: Tensor
     """What was sent; kept until the stream that packed it has waited for the landing."""
@@ -272,7 +272,7 @@ class BucketsInFlight:
         """`landed` is called with each bucket that has arrived and of which ranks were asked something."""
         self._landed = landed
         self._buckets: list[Bucket] = []
-        self._flying: deque[_Flight] = deque()
+        self._in_flight: deque[_SentBucket] = deque()
         self._side_stream: dict[torch.device, SideStream] = {}
         self._carried: Any = None
         """The device's event after the last landing in host memory that nobody has waited for."""
@@ -288,7 +288,7 @@ class BucketsInFlight:
         """
         bucket = self._buckets[place]
         allowed = 1 if bucket.device.type == "cpu" or bucket.nbytes > _LARGE else 2
-        while len(self._flying) >= allowed:
+        while len(self._in_flight) >= allowed:
             self._land_oldest()
         packed, had = bucket.pack()
         flags = ask()
@@ -296,19 +296,19 @@ class BucketsInFlight:
         if side is None:
             side = self._side_stream[bucket.device] = SideStream(bucket.device)
         with comm.labelled(label(bucket.entries)), side:
-            flight = _Flight(bucket, packed, bucket.reduction.start(packed, bucket.share), flags)
+            sent = _SentBucket(bucket, packed, bucket.reduction.start(packed, bucket.share), flags)
             if side.device:
-                self._land(flight)
-                flight.landed = side.record()
+                self._land(sent)
+                sent.landed = side.record()
                 if bucket.leaves:
-                    self._carried = flight.landed
-        self._flying.append(flight)
+                    self._carried = sent.landed
+        self._in_flight.append(sent)
         return had
 
     @torch.no_grad()
     def land(self) -> None:
         """All that was sent lies with its owners; what left the device is there for the host to read."""
-        while self._flying:
+        while self._in_flight:
             self._land_oldest()
         if self._carried is not None:
             self._carried.synchronize()
@@ -316,23 +316,23 @@ class BucketsInFlight:
 
     def drop(self) -> None:
         """After a backward that failed: the others may never come for the rest of it."""
-        for flight in self._flying:
-            if flight.landed is not None:
-                flight.landed.wait()
-        self._flying.clear()
+        for sent in self._in_flight:
+            if sent.landed is not None:
+                sent.landed.wait()
+        self._in_flight.clear()
 
-    def _land(self, flight: _Flight) -> None:
-        pending, flight.pending = flight.pending, None
+    def _land(self, sent: _SentBucket) -> None:
+        pending, sent.pending = sent.pending, None
         if pending is not None:
-            flight.bucket.land(pending.wait())
+            sent.bucket.land(pending.wait())
 
     def _land_oldest(self) -> None:
-        flight = self._flying.popleft()
-        self._land(flight)
-        if flight.landed is not None:
-            flight.landed.wait()  # the stream that computes waits, not the host
-        if flight.flags is not None:
-            self._landed(flight.bucket, flight.flags)
+        sent = self._in_flight.popleft()
+        self._land(sent)
+        if sent.landed is not None:
+            sent.landed.wait()  # the stream that computes waits, not the host
+        if sent.flags is not None:
+            self._landed(sent.bucket, sent.flags)
 
 
 def late_packs(entries: Sequence[BucketEntry], limit: int) -> Iterator[list[BucketEntry]]:

@@ -151,10 +151,10 @@ class BucketOrder:
         return may, must
 
     def state(self) -> tuple[int, int, list[int], list[int]]:
-        """What decides about the next departures."""
+        """What decides which bucket is launched next."""
         return self.next, self.waiting, sorted(self._here), self._missing
 
-    def depart(self, until: int | None) -> None:
+    def launch_until(self, until: int | None) -> None:
         """Buckets leave until so many have, complete or not; None: all that are not kept back."""
         while self.next < (self._end if until is None else min(until, self._end)):
             self.forced += bool(self._missing[self.next])

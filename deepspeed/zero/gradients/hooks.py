@@ -13,7 +13,7 @@ With hundreds of tiny layers, ten microseconds per parameter are a tenth of a st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,11 @@ from torch import Tensor, nn
 from deepspeed.errors import CommError
 from deepspeed.zero.gradients.bucket_order import BucketOrder
 
+if TYPE_CHECKING:
+    from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
+
 # The number of the backward that is running in this thread, -1 outside one; nested ones have their own.
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
-
-
-class PassClock(Protocol):
-    """Tells how far a pass is."""
-
-    position: int
 
 
 class GradientHooks:
@@ -43,8 +40,8 @@ class GradientHooks:
         self._counts: dict[int, int] | None = None
         self._reentrant = False
         self._task = -1
-        self.departures = BucketOrder((), (), launch, budget=0)
-        self.clock: PassClock | None = None
+        self.buckets = BucketOrder((), (), launch, budget=0)
+        self.clock: FetchSchedule | None = None
         """Where the pass is; if there is one, buckets leave when it says so and not when they are complete."""
         self.notice: Callable[[], None] | None = None
         """Called when a gradient arrives in a backward that nobody has announced."""
@@ -61,9 +58,9 @@ class GradientHooks:
 
     def watch(self, buckets: Sequence[Sequence[int]], sizes: Sequence[int], budget: int, *, kept: int = 0) -> None:
         """Send these buckets from now on, the last `kept` at the end; no more than `budget` elements wait."""
-        old = self.departures
-        self.departures = BucketOrder(buckets, sizes, self._launch, budget=budget, kept=kept)
-        self.departures.take_over(old, running=self.armed)
+        old = self.buckets
+        self.buckets = BucketOrder(buckets, sizes, self._launch, budget=budget, kept=kept)
+        self.buckets.take_over(old, running=self.armed)
 
     def hook(self, name: str, param: nn.Parameter, number: int | None, first: Callable[[], None] | None = None) -> None:
         """Follow the arrival of one parameter's gradient; `first` is called before anything else."""
@@ -80,8 +77,8 @@ class GradientHooks:
                 self._note(name, number)
                 return
             if self.clock is not None:
-                self.departures.positions[number] = self.clock.position
-            self.departures.arrive(number)
+                self.buckets.positions[number] = self.clock.position
+            self.buckets.arrive(number)
 
         self._handles.append(param.register_post_accumulate_grad_hook(arrived))
 
@@ -92,26 +89,26 @@ class GradientHooks:
         self.armed = True
         self._task = -1
         steady = self._counts is not None and not self._reentrant
-        self.departures.early = self._allowed and (steady or not self._whole) and self.clock is None
-        self.departures.expect(None if self._whole else self._counts)
+        self.buckets.early = self._allowed and (steady or not self._whole) and self.clock is None
+        self.buckets.expect(None if self._whole else self._counts)
 
     def waiting(self) -> object:
         """What has arrived and left in the backward that runs; equal where the same has."""
-        return self.armed, self.final, self.departures.state()
+        return self.armed, self.final, self.buckets.state()
 
     def ready(self) -> tuple[int, int]:
         """See `BucketOrder`; nothing where nothing may leave while backward runs."""
-        return self.departures.ready() if self.armed and self.final and self._allowed else (0, 0)
+        return self.buckets.ready() if self.armed and self.final and self._allowed else (0, 0)
 
-    def depart(self, until: int | None) -> None:
+    def launch_until(self, until: int | None) -> None:
         """See `BucketOrder`; everything leaves in the last pass only."""
         if self.armed and self.final and self._allowed and not (self.more and until is None):
-            self.departures.depart(until)
+            self.buckets.launch_until(until)
 
     def begin(self) -> None:
         """Called from inside the outermost backward, before any gradient arrives."""
         self._task = _graph_task()
-        self.departures.positions = dict.fromkeys(self.departures.positions, 0)  # what came in an earlier pass is there
+        self.buckets.positions = dict.fromkeys(self.buckets.positions, 0)  # what came in an earlier pass is there
 
     def expect(self, *, final: bool, more: bool) -> None:
         """A pass over a part of the model begins; see [Note: several passes]."""
@@ -120,27 +117,27 @@ class GradientHooks:
     def part(self) -> None:
         """Launch everything but what is kept back until `settle`; the backward is over."""
         self.arm()
-        self.departures.rest(kept=False)
+        self.buckets.rest(kept=False)
 
     def settle(self) -> None:
         """Launch what has not been launched; the backward is over."""
         self.arm()
         self.armed, self.final, self.more = False, True, False
-        self.departures.rest()
-        assert not self.departures.waiting, "every gradient that arrived has left"
-        self._counts = self.departures.counts()
+        self.buckets.rest()
+        assert not self.buckets.waiting, "every gradient that arrived has left"
+        self._counts = self.buckets.counts()
         self.dirty = False
 
     def forget(self) -> None:
         """Whatever has arrived is dropped."""
         self.armed = self.dirty = self.more = False
         self.final = True
-        self.departures.reset()
+        self.buckets.reset()
 
     def relearn(self) -> None:
         """Parameters have other numbers now: nothing is known about their arrivals."""
         self._counts = None
-        self.departures.late, self.departures.sequence = set(), []
+        self.buckets.late, self.buckets.sequence = set(), []
 
     def close(self) -> None:
         """Remove every hook."""
@@ -151,8 +148,8 @@ class GradientHooks:
     def _note(self, name: str, number: int) -> None:
         """A whole gradient has arrived, which is reduced where it lies."""
         if self._task != -1 and self._task != _graph_task():
-            self._reentrant, self.departures.early = True, False
-        if not self.departures.arrive(number):
+            self._reentrant, self.buckets.early = True, False
+        if not self.buckets.arrive(number):
             raise CommError(
                 f"the gradient of {name!r} arrived again after it had been sent to the other ranks. The graph of "
                 "this step differs from the last one's; wrap its backward calls in "

@@ -94,7 +94,7 @@ class GradientReducer:
         self._agreement = agreement
         self._version = 0
         self._model, self._passes = registered, passes
-        self.arrivals = GradientHooks(self._launch, early=ways.early, whole=replicated is not None)
+        self.hooks = GradientHooks(self._launch, early=ways.early, whole=replicated is not None)
         """When gradients come and leave."""
         self._entries: list[BucketEntry] = []
         self._reductions: list[Reduction] = []
@@ -108,10 +108,10 @@ class GradientReducer:
         self._proposals = self._patience = 0
         self.buckets: list[list[BucketEntry]] = []
         """Gradients that travel together, in the order of leaving; none where no other rank has any."""
-        self._flights: BucketsInFlight | ReplicatedInFlight = (
+        self._in_flight: BucketsInFlight | ReplicatedInFlight = (
             BucketsInFlight(self._landed) if replicated is None else ReplicatedInFlight()
         )
-        self._landing: GradientConsumer | None = None
+        self._consumer: GradientConsumer | None = None
         self._flags: tuple[bool, ...] = ()
         self._had: set[int] = set()  # ids of parameters, which outlive their numbers
         self._absent: frozenset[int] | None = None
@@ -125,18 +125,18 @@ class GradientReducer:
         """Look again at which parameters are trained; one frozen after its gradient came counts until the step."""
         if self.replicated is not None and self.replicated.alone and not self.replicated.banks:
             return
-        groups, departures = self._groups(), self.arrivals.departures
+        groups, buckets = self._groups(), self.hooks.buckets
         flags = tuple([param.requires_grad for group in groups for param in group.params])  # faster than a generator
         if flags == self._flags:
             return
         reduced = self.replicated is not None and self._absent is not None
         before = {id(entry.param) for entry in (*self._entries, *self._by_rows)}
-        before = before if self._had or reduced or departures.late or self.arrivals.dirty else set()
+        before = before if self._had or reduced or buckets.late or self.hooks.dirty else set()
         flags = tuple([param.requires_grad or id(param) in before for group in groups for param in group.params])
         if flags == self._flags:
             return
         self._flags = flags
-        late = [id(self._entries[number].param) for number in departures.late]
+        late = [id(self._entries[number].param) for number in buckets.late]
         everything = [(group, entry) for group in groups for entry in group.entries(self._reduction_of)]
         trained = [item for item in everything if item[1].param.requires_grad or id(item[1].param) in before]
         self._entries = [entry for _, entry in trained if entry.by_rows is None]
@@ -144,10 +144,10 @@ class GradientReducer:
         self._reductions = list({id(entry.reduction): entry.reduction for entry in self._entries}.values())
         self._number = {id(entry.param): number for number, entry in enumerate(self._entries)}
         self._order, self._unused, self._guessed = self._registered(), frozenset(), True
-        self.arrivals.close()
-        self.arrivals.relearn()
+        self.hooks.close()
+        self.hooks.relearn()
         self._rebuild()
-        self.arrivals.departures.late = {self._number[each] for each in late}
+        self.hooks.buckets.late = {self._number[each] for each in late}
         for group, entry in trained:
             if entry.param.requires_grad:
                 self._hook(group, entry)
@@ -156,9 +156,9 @@ class GradientReducer:
         param, take = entry.param, group.on_arrival(entry.param)
         if self._alone and take is None:
             return
-        first = take if self._landing is None else partial(_arrived, self._landing, param, take)
+        first = take if self._consumer is None else partial(_arrived, self._consumer, param, take)
         followed = None if self._alone or id(param) in self._kept else self._number.get(id(param))
-        self.arrivals.hook(entry.name, param, followed, first)
+        self.hooks.hook(entry.name, param, followed, first)
 
     @property
     def _alone(self) -> bool:
@@ -169,7 +169,7 @@ class GradientReducer:
         """Hand gradients over as they land, on all ranks together."""
         assert self._agreement is not None, "gradients that are summed in place are not used up"
         self._agreement.prepare_flags()
-        self._landing, self._flags = consumer, ()
+        self._consumer, self._flags = consumer, ()
         self.refresh()
 
     def keep_back(self, params: Iterable[nn.Parameter]) -> None:
@@ -188,7 +188,7 @@ class GradientReducer:
     def _rebuild(self) -> None:
         whole = self.replicated is not None
         if self._alone:
-            self.arrivals.watch([], [], 0)
+            self.hooks.watch([], [], 0)
             return
         sizes = [entry.numel * (entry.accumulate.itemsize if whole else 1) for entry in self._entries]
         kinds = [(entry.kind, id(entry.param) in self._kept) for entry in self._entries]
@@ -196,11 +196,11 @@ class GradientReducer:
         packed.sort(key=lambda numbers: kinds[numbers[0]][1])
         kept = sum(kinds[numbers[0]][1] for numbers in packed)
         self.buckets = [[self._entries[number] for number in numbers] for numbers in packed]
-        self._flights.carry(self.buckets)
+        self._in_flight.carry(self.buckets)
         self._version += 1
         largest = max((sum(sizes[number] for number in numbers) for numbers in packed), default=0)
         budget = sum(sizes) if whole else _WAITING * largest  # what is summed in place leaves when it is complete
-        self.arrivals.watch(packed, sizes, budget, kept=kept)
+        self.hooks.watch(packed, sizes, budget, kept=kept)
 
     # ---- what happened
 
@@ -236,18 +236,18 @@ class GradientReducer:
 
     def announce(self, begun: Callable[[], None], arrived: Callable[[], None]) -> None:
         """In a backward that the engine did not begin, call `begun` before any gradient, else `arrived` after one."""
-        self.arrivals.notice = arrived
+        self.hooks.notice = arrived
         if self._passes is not None:
             self._passes.notice = begun
 
     def enter_backward(self) -> None:
-        self.arrivals.inside = True
+        self.hooks.inside = True
         if self._passes is not None:
             self._passes.begin_backward()
 
     def leave_backward(self) -> None:
         """A backward is over."""
-        self.arrivals.inside = False
+        self.hooks.inside = False
         if self._passes is not None:
             self._passes.end_backward()
 
@@ -271,26 +271,26 @@ class GradientReducer:
             return
         if self._guessed and self._passes is not None:
             self._take_guess(self._passes.first_uses())
-        self.arrivals.arm()
+        self.hooks.arm()
 
     def begin(self) -> None:
         """Called from inside the outermost backward, before any gradient arrives."""
-        self.arrivals.begin()
+        self.hooks.begin()
 
     def settle(self) -> None:
         """The backward is over: what has not been launched is; what is summed in place is there for users to see."""
         if self.replicated is not None:
             self.finish()
             return
-        self.arrivals.settle()
+        self.hooks.settle()
         self._absent = None
 
     def finish(self) -> None:
         """All gradients are reduced, late ones too; on all ranks together."""
         if self._alone:
             return
-        if self.arrivals.armed or self.arrivals.dirty or (self.replicated is not None and self._absent is None):
-            self.arrivals.settle()
+        if self.hooks.armed or self.hooks.dirty or (self.replicated is not None and self._absent is None):
+            self.hooks.settle()
             self._absent = None
         self.land()
         if self._absent is None:
@@ -305,7 +305,7 @@ class GradientReducer:
         if self._agreement is not None and self._absent is not None:
             self._exchange([0, 0, 0], "begin of an optimizer step")
             return
-        if self._agreement is not None and not self._launched and self.arrivals.clock is None:
+        if self._agreement is not None and not self._launched and self.hooks.clock is None:
             self.arm()  # others that had a backward wait for zeros
             self.begin()
             self.settle()
@@ -318,7 +318,7 @@ class GradientReducer:
             holder.grad = change(holder.grad)
         else:
             shard.gradient = change(shard.gradient)
-        self.arrivals.dirty = True
+        self.hooks.dirty = True
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
@@ -337,15 +337,15 @@ class GradientReducer:
 
     def forget(self) -> None:
         """The gradients were used or dropped; whatever arrives next is new."""
-        self.arrivals.forget()
-        if self.arrivals.inside:
-            self.arrivals.inside = False
+        self.hooks.forget()
+        if self.hooks.inside:
+            self.hooks.inside = False
             if self._passes is not None:
                 self._passes.abandon()
         self._had.clear()
         self._absent = None
         self._launched = False
-        self._flights.drop()
+        self._in_flight.drop()
         for reduction in self._reductions:
             reduction.local.clear()
         for group in self._groups():
@@ -354,28 +354,28 @@ class GradientReducer:
 
     def close(self) -> None:
         """Remove every hook."""
-        self.arrivals.close()
-        self._flights.carry([])
+        self.hooks.close()
+        self._in_flight.carry([])
 
-    # ---- when buckets leave where parameters are gathered: `zero.parameters.fetch_schedule.LeavingBuckets`
+    # ---- when buckets leave where parameters are gathered: see `zero.parameters.fetch_schedule`
 
     def ready(self) -> tuple[int, int]:
         """How many buckets may have left by now, and how many must have because too much waits."""
-        return self.arrivals.ready()
+        return self.hooks.ready()
 
-    def depart(self, until: int | None) -> None:
-        """Let buckets leave until so many have, or all."""
-        self.arrivals.depart(until)
+    def launch_until(self, until: int | None) -> None:
+        """Let buckets leave until so many have; None: all of them."""
+        self.hooks.launch_until(until)
 
     def learn(self, agreement: RankAgreement) -> _Learned | None:
         """The first rank's order from now on; returns where the pass was when each gradient came, if that is known."""
-        if not self.arrivals.armed or not self.arrivals.final or self.arrivals.more:
+        if not self.hooks.armed or not self.hooks.final or self.hooks.more:
             return None
-        departures = self.arrivals.departures
-        seen = departures.learned()
+        buckets = self.hooks.buckets
+        seen = buckets.learned()
         known, count = set(seen), len(self._entries)
         order = self._in_front(seen)
-        positions = [departures.positions.get(number, _NEVER) if number in known else _NEVER for number in range(count)]
+        positions = [buckets.positions.get(number, _NEVER) if number in known else _NEVER for number in range(count)]
         numbers = agreement.broadcast_numbers([*order, *positions], 2 * count)
         order, positions = numbers[:count], numbers[count:]
         unused = frozenset(number for number, position in enumerate(positions) if position == _NEVER)
@@ -384,16 +384,16 @@ class GradientReducer:
             self._rebuild()
         return _Learned(positions)
 
-    def depart_before(self, learned: _Learned, step: int) -> None:
+    def launch_before(self, learned: _Learned, step: int) -> None:
         """Let the buckets leave that leave before a step of a plan: those of which everything came before it."""
         if learned.version != self._version:
             learned.version, learned.places, known = self._version, [], learned.positions
             if len(known) == len(self._entries):  # else others are trained now: everything leaves at the end
                 last = (max(known[self._number[id(p.param)]] for p in bucket) for bucket in self.buckets)
                 learned.places = list(accumulate(last, max))
-        places, gone = learned.places, self.arrivals.departures.next
+        places, gone = learned.places, self.hooks.buckets.next
         if gone < len(places) and places[gone] <= step:
-            self.arrivals.depart(bisect_right(places, step))
+            self.hooks.launch_until(bisect_right(places, step))
 
     # ---- buckets on their way
 
@@ -401,23 +401,23 @@ class GradientReducer:
     def _launch(self, place: int) -> None:
         self._launched = True
         bucket = self.buckets[place]
-        self._had.update(self._flights.send(place, partial(self._ask_whole, bucket)))
+        self._had.update(self._in_flight.send(place, partial(self._ask_whole, bucket)))
         if not self._ways.overlap or (self._ways.strict and bucket[0].device.type == "cpu"):
             self.land()
 
     def _ask_whole(self, bucket: Sequence[BucketEntry]) -> Pending[Tensor] | None:
-        if self._landing is None or self._agreement is None:
+        if self._consumer is None or self._agreement is None:
             return None
-        return self._agreement.begin_flags([self._landing.leaves_whole(entry.param) for entry in bucket])
+        return self._agreement.begin_flags([self._consumer.leaves_whole(entry.param) for entry in bucket])
 
     def _landed(self, bucket: Bucket, flags: Pending[Tensor]) -> None:
-        assert self._landing is not None, "somebody asked"
+        assert self._consumer is not None, "somebody asked"
         answers = zip(bucket.entries, flags.wait().tolist(), strict=True)
-        self._landing.landed([entry.param for entry, whole in answers if whole])
+        self._consumer.landed([entry.param for entry, whole in answers if whole])
 
     def land(self) -> None:
         """What is on its way has arrived; late gradients still wait for `finish`."""
-        self._flights.land()
+        self._in_flight.land()
 
     # ---- what ranks agree upon
 
@@ -441,9 +441,9 @@ class GradientReducer:
                     entry.by_rows()
             self._absent = frozenset()
             return
-        departures, count = self.arrivals.departures, len(self._entries)
-        had = {self._number[each] for each in self._had} | departures.late
-        late = {departures.place_of(number) for number in departures.late}
+        buckets, count = self.hooks.buckets, len(self._entries)
+        had = {self._number[each] for each in self._had} | buckets.late
+        late = {buckets.place_of(number) for number in buckets.late}
         order = self._proposal()
         said = self._exchange([digest(sorted(had)), len(late), order is not None], "agreement on gradients")
         if bool((said[:, 1] != said[0, 1]).any()):
@@ -451,7 +451,7 @@ class GradientReducer:
         if bool(said[:, 2].any()):
             late = self._agreement.union(late, len(self.buckets))
         order = self._agreement.broadcast_numbers(order or (), count) if bool(said[0, 3]) else None
-        departures.late.clear()
+        buckets.late.clear()
         for place in sorted(late):
             self._launch(place)
         if late and self._passes is not None:
@@ -488,13 +488,13 @@ class GradientReducer:
 
     def _proposal(self) -> list[int] | None:
         """The order in which gradients arrived here, if what was sent did not fit it; ever more seldom."""
-        departures = self.arrivals.departures
+        buckets = self.hooks.buckets
         self._patience -= 1
-        if self._patience > 0 or not (departures.late or departures.forced or departures.blocked):
+        if self._patience > 0 or not (buckets.late or buckets.forced or buckets.blocked):
             return None
         self._proposals += 1
         self._patience = 1 << max(self._proposals - 4, 0)
-        order = self._in_front(departures.learned())
+        order = self._in_front(buckets.learned())
         return None if order == self._order else order
 
 

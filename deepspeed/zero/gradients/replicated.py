@@ -237,7 +237,7 @@ class ReplicatedInFlight:
 
     def __init__(self) -> None:
         self._buckets: list[ReplicatedBucket] = []
-        self._flying: list[ReplicatedBucket] = []
+        self._in_flight: list[ReplicatedBucket] = []
 
     def carry(self, buckets: Sequence[Sequence[BucketEntry]]) -> None:
         """These leave from now on."""
@@ -248,7 +248,7 @@ class ReplicatedInFlight:
         self._land_what_came()
         bucket = self._buckets[place]
         bucket.send()
-        self._flying.append(bucket)
+        self._in_flight.append(bucket)
         return []
 
     def _land_what_came(self) -> None:
@@ -257,22 +257,22 @@ class ReplicatedInFlight:
         It never waits: a rank that is ahead must not, inside of backward, since the others may need it to go on. For
         the numbers of [Note: absent gradients] the host would wait.
         """
-        for bucket in list(self._flying):
+        for bucket in list(self._in_flight):
             if not bucket.arrived:
                 return
             if bucket.complete:
                 bucket.land()
-                self._flying.remove(bucket)
+                self._in_flight.remove(bucket)
 
     def land(self) -> None:
         """All that was sent is summed."""
-        flying, self._flying = self._flying, []
+        flying, self._in_flight = self._in_flight, []
         for bucket in flying:
             bucket.land()
 
     def drop(self) -> None:
         """After a backward that failed: the others may never come for the rest of it."""
-        self._flying = []
+        self._in_flight = []
 
 
 class PackedGradients:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,30 +27,10 @@ from deepspeed.zero.parameters.shard import Shard
 from deepspeed.zero.parameters.uses import ModuleUse
 
 if TYPE_CHECKING:
-    from deepspeed.zero.gradients.hooks import GradientHooks
+    from deepspeed.zero.gradients.reducer import GradientReducer
 
 _NOTHING: frozenset[int] = frozenset()
 _PATIENCE = 3  # plans that did not fit, after which a kind of pass is asked for every time
-
-
-class LeavingBuckets(Protocol):
-    """The gradients that leave while a backward runs, as a pass sees them."""
-
-    @property
-    def arrivals(self) -> GradientHooks:
-        """When gradients come."""
-
-    def ready(self) -> tuple[int, int]:
-        """How many buckets may have left by now, and how many must have because too much waits."""
-
-    def depart(self, until: int | None) -> None:
-        """Let buckets leave until so many have; None: all of them."""
-
-    def learn(self, agreement: RankAgreement) -> Any:
-        """After a backward in which ranks asked: the first rank's order, from now on; returns when buckets leave."""
-
-    def depart_before(self, learned: Any, step: int) -> None:
-        """Let the buckets leave that leave before a step of a plan, by what `learn` returned."""
 
 
 @dataclass
@@ -103,7 +83,8 @@ class FetchSchedule:
         """Blocks that are one use, of which ranks did not use all."""
         self.first: list[int] = []
         """The uses of the last forward that was asked for, in order."""
-        self.departing: LeavingBuckets | None = None
+        self.reducer: GradientReducer | None = None
+        """Whose buckets leave by the plan."""
         self.copies: NearCopies | None = None
         """What neighbours keep of parameters; ranks agree in each pass whether it is good."""
         self.gathers = 0
@@ -188,8 +169,8 @@ class FetchSchedule:
         if not planned:
             self._depart(now, None)
             known.plan = self._planned(now, whole)
-            if now.backward and self.departing is not None:
-                known.learned = self.departing.learn(self._agreement)
+            if now.backward and self.reducer is not None:
+                known.learned = self.reducer.learn(self._agreement)
             elif now.key[-1] is True:
                 self.first = list(now.served)
         elif not alone:
@@ -257,7 +238,7 @@ class FetchSchedule:
 
     def run_graph(self, key: object, name: str) -> bool:
         """All ranks run the same graph next, or get an error; True if gradients wait for the same buckets on all."""
-        waiting = digest(None if self.departing is None else self.departing.arrivals.waiting())
+        waiting = digest(None if self.reducer is None else self.reducer.hooks.waiting())
         mine = begin_code(("graph", key), backward=self._pass is not None)
         said = self._say(mine, name, waiting)
         if self.copies is not None and bool((said[:, 3] % 2).any()):
@@ -288,15 +269,15 @@ class FetchSchedule:
             GatherFor.FORWARD if self._pass is None else self._pass.serves,
         )
 
-    def depart(self) -> None:
+    def launch_ready(self) -> None:
         """Buckets that are complete, or too much to wait, leave; where all ranks come with the same gradients."""
-        if self.departing is not None:
-            self.departing.depart(max(self.departing.ready()))
+        if self.reducer is not None:
+            self.reducer.launch_until(max(self.reducer.ready()))
 
     # ---- by asking
 
     def _say(self, code: int, what: str, more: int = 0) -> Tensor:
-        ready, forced = (0, 0) if self.departing is None else self.departing.ready()
+        ready, forced = (0, 0) if self.reducer is None else self.reducer.ready()
         outdated = self.copies is not None and self.copies.outdated
         return self._agreement.exchange([code, ready, forced, 2 * more + outdated], what)
 
@@ -384,8 +365,8 @@ class FetchSchedule:
     def _do(self, now: _Pass, place: int) -> None:
         assert now.plan is not None, "this pass follows one"
         step = now.plan.steps[place]
-        if now.learned is not None and self.departing is not None and now.backward:
-            self.departing.depart_before(now.learned, place)
+        if now.learned is not None and self.reducer is not None and now.backward:
+            self.reducer.launch_before(now.learned, place)
         self.position = now.next = place + 1
         if step.drop:
             self.let_go([self._shards[number] for number in step.drop])
@@ -400,8 +381,8 @@ class FetchSchedule:
             self._live[shard.number] = shard
 
     def _depart(self, now: _Pass, until: int | None) -> None:
-        if self.departing is not None and now.backward:
-            self.departing.depart(until)
+        if self.reducer is not None and now.backward:
+            self.reducer.launch_until(until)
 
     # ---- making plans
 

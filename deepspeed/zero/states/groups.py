@@ -85,7 +85,7 @@ class ShardGroup:
         return True
 
     @property
-    def patient(self) -> bool:
+    def takes_late_updates(self) -> bool:
         """True if its parameters can wait for an update until they are used: ranks need not meet for it."""
         return not any(piece.away for piece in self.pieces)
 
@@ -220,7 +220,7 @@ class OffloadedGroup(ShardGroup):
     """Whole parameters on every rank; masters, moments and gradients in another tier, for which gradients leave."""
 
     layout: ContiguousLayout
-    whole = marks = patient = True
+    whole = marks = takes_late_updates = True
 
     def __init__(self, members: Sequence[Named], placement: Placement, dtypes: Dtypes, options: dict[str, Any]) -> None:
         super().__init__(members, placement, dtypes, options)
@@ -467,7 +467,7 @@ class StripedGroup(ShardGroup):
     """Parameters of which each is cut by itself, and whole only while it is used."""
 
     layout: StripedLayout
-    patient = True
+    takes_late_updates = True
     """A parameter that is gathered waits for its chunk."""
 
     def __init__(

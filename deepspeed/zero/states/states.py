@@ -103,7 +103,7 @@ class OptimizerStates:
         """
         self.deferral = deferral
         self._pace = pace
-        self._afar = HostStep(pace, store, defers=deferral is not None)
+        self._host = HostStep(pace, store, defers=deferral is not None)
         self._optimizer = optimizer
         self._make = make_groups
         self._measure = measure
@@ -138,13 +138,13 @@ class OptimizerStates:
     def refresh(self) -> list[nn.Parameter]:
         """Begin to train parameters that were unfrozen; returns them."""
         self._take_groups()
-        awake = [(options, param) for options, param in self._waiting if param.requires_grad]
-        if awake:
+        unfrozen = [(options, param) for options, param in self._waiting if param.requires_grad]
+        if unfrozen:
             self._waiting = [item for item in self._waiting if not item[1].requires_grad]
             for options in self._optimizer.param_groups:
-                if chosen := [param for owner, param in awake if owner is options]:
+                if chosen := [param for owner, param in unfrozen if owner is options]:
                     self._enter(options, chosen)
-        return [param for _, param in awake]
+        return [param for _, param in unfrozen]
 
     def _take_groups(self) -> None:
         """Take over groups that were added to the optimizer."""
@@ -283,7 +283,7 @@ class OptimizerStates:
         late = (
             self._pace.late
             and tiles_well(optimizer)
-            and all(group.patient and not (self.compiled and group.marks) for group in self.groups)
+            and all(group.takes_late_updates and not (self.compiled and group.marks) for group in self.groups)
         )
         try:
             # without parameters it steps, too: schedules and hooks look at that
@@ -293,7 +293,7 @@ class OptimizerStates:
             if self.deferral is not None:
                 self.deferral.direct(turns, factor)
             if turns:
-                self._afar.begin(turns, optimizer, factor, late=late)
+                self._host.begin(turns, optimizer, factor, late=late)
         finally:
             for options, chosen in zip(optimizer.param_groups, everything, strict=True):
                 options["params"] = chosen
@@ -301,7 +301,7 @@ class OptimizerStates:
             for turn in turns:
                 self._postpone(turn)
         else:
-            self._afar.settle()
+            self._host.settle()
         for group in self.groups:
             group.spread()
 
@@ -375,7 +375,7 @@ class OptimizerStates:
         if self.returning is not None:
             self.returning()
         if self.away:
-            self._afar.settle()
+            self._host.settle()
             for piece in self.away.values():
                 arrive(piece.param)
 
@@ -392,7 +392,7 @@ class OptimizerStates:
             self._finish()
             self._claim()
         finally:
-            self._afar.close()
+            self._host.close()
 
     def publish(self) -> None:
         """Bring masters that were changed otherwise than by `update` into the parameters."""

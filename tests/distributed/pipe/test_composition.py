@@ -87,7 +87,7 @@ def test_messages_move_while_stages_compute():
     seen = []
 
     def wait_for_next(*_):
-        for message, posted in engine._wires._posted.items():
+        for message, posted in engine._links._posted.items():
             assert message.kind == "activation"
             for work in posted.works:
                 work.wait()
@@ -104,7 +104,7 @@ def test_messages_move_while_stages_compute():
 def test_no_byte_moves_twice():
     count, rows = 3, 2
     _, engine = train_pipeline(3, count, 2, schedule="1f1b")
-    sent = engine._wires.sent
+    sent = engine._links.sent
     hidden, mask = 4 * rows * LENGTH * WIDTH, rows * LENGTH
     rank = engine.get_pipeline_parallel_rank()
     assert sent["activation"] == (2 * count * (hidden + mask) if rank < 2 else 0)
@@ -112,4 +112,4 @@ def test_no_byte_moves_twice():
     assert (sent["form"] > 0) == (rank < 2)
     told = sent["form"]
     engine.train_batch(data(0, count))
-    assert engine._wires.sent["form"] == told
+    assert engine._links.sent["form"] == told

@@ -164,7 +164,7 @@ def test_sequences_and_logits_that_stay_split():
         shares = tie and (engine.is_first_stage() or engine.is_last_stage())
         assert not shares or "model.embed_tokens.weight" in splits_of(module)
         assert ("lm_head.weight" in splits_of(module)) == engine.is_last_stage()
-        before = dict(engine._wires.sent)
+        before = dict(engine._links.sent)
         found = [float(engine.train_batch(tokens())) for _ in range(2)]
         assert found == pytest.approx(expected, abs=1e-6), (stage, schedule)
         for name, value in whole_weights(engine).items():
@@ -172,7 +172,7 @@ def test_sequences_and_logits_that_stay_split():
             assert worst < 1e-6, f"{name} is {worst} away, with {schedule} at stage {stage}"
         if schedule == "1f1b" and not engine.is_first_stage():
             hidden = 2 * 2 * (2 * 3 * 16 * 4)  # steps, micro-batches; half of six tokens, in fp32
-            assert engine._wires.sent["gradient"] - before["gradient"] == hidden, "stages pass whole sequences"
+            assert engine._links.sent["gradient"] - before["gradient"] == hidden, "stages pass whole sequences"
         value, logits = engine.eval_batch(tokens(), return_logits=True)
         assert engine.module.cut._list.training, "an evaluation does not end training"
         assert logits is None or logits.shape == (4, 6, 23), "evaluations see whole logits"

@@ -70,7 +70,7 @@ class LateTicket:
 def late(**limits):
     """(offload, its lane)."""
     made = LateLane()
-    return ActivationOffload(**limits, lane=lambda device: made), made
+    return ActivationOffload(**limits, copy_stream=lambda device: made), made
 
 
 def forget(memory):

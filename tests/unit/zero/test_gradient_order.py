@@ -16,7 +16,7 @@ class Rank:
         self.waiting = {}
         self.sent = []
         self.most = 0
-        self.departures = BucketOrder(buckets, sizes, self._go, budget=budget)
+        self.order = BucketOrder(buckets, sizes, self._go, budget=budget)
 
     def _go(self, place):
         self.sent.append(
@@ -24,12 +24,12 @@ class Rank:
         )
 
     def backward(self, arrivals, counts=None):
-        self.departures.expect(counts)
+        self.order.expect(counts)
         for each, value in arrivals:
             self.waiting[each] = self.waiting.get(each, 0) + value
-            self.departures.arrive(each)
-            self.most = max(self.most, self.departures.waiting)
-        self.departures.rest()
+            self.order.arrive(each)
+            self.most = max(self.most, self.order.waiting)
+        self.order.rest()
 
 
 @st.composite
@@ -70,10 +70,10 @@ def test_sums_are_right_whatever_arrives_when(model, data):
             wanted[each] = wanted.get(each, 0) + value
         rank.backward(arrivals)
     assert len({tuple(place for place, _ in rank.sent) for rank in ranks}) == 1, "the same operations on all ranks"
-    again = {rank.departures.place_of(each) for rank in ranks for each in rank.departures.late}
+    again = {rank.order.place_of(each) for rank in ranks for each in rank.order.late}
     got = {}
     for rank in ranks:
-        late = {each: value for each, value in rank.waiting.items() if rank.departures.place_of(each) in again}
+        late = {each: value for each, value in rank.waiting.items() if rank.order.place_of(each) in again}
         assert late == rank.waiting, "nothing is left behind that ranks do not agree to send"
         for sent in (*(values for _, values in rank.sent), late):
             for each, value in sent.items():
@@ -93,41 +93,41 @@ def test_what_waits_is_bounded_from_the_first_backward_on(model, unused):
     arrivals = [(each, 1) for each in order if each not in unused]
     rank.backward(arrivals)
     assert rank.most <= budget + max(sizes)
-    counts = rank.departures.counts()
+    counts = rank.order.counts()
     absent = frozenset(each for each in order if each in unused)
     buckets = pack_buckets(order, sizes, kinds, limit, unused=absent)
     rank = Rank(buckets, sizes, budget)
     rank.backward(arrivals, counts)
-    assert not rank.departures.late
-    assert not rank.departures.forced
-    assert not rank.departures.blocked
+    assert not rank.order.late
+    assert not rank.order.forced
+    assert not rank.order.blocked
     assert rank.most <= max(sum(sizes[each] for each in bucket) for bucket in buckets)
 
 
 def test_a_parameter_that_arrives_twice_is_waited_for_the_next_time():
     rank = Rank([[0], [1]], [1, 1], 10)
     rank.backward([(0, 1), (1, 1), (0, 1)])
-    assert rank.departures.late == {0}
-    counts = rank.departures.counts()
-    rank.departures.late.clear()
+    assert rank.order.late == {0}
+    counts = rank.order.counts()
+    rank.order.late.clear()
     rank.waiting.clear()
     rank.backward([(0, 1), (1, 1), (0, 1)], counts)
-    assert not rank.departures.late
+    assert not rank.order.late
     assert rank.sent[-2:] == [(0, {0: 2}), (1, {1: 1})]
 
 
 def test_buckets_leave_at_places_that_are_given():
     rank = Rank([[0], [1], [2]], [1, 1, 1], 1)
-    rank.departures.early = False
-    rank.departures.expect(None)
+    rank.order.early = False
+    rank.order.expect(None)
     rank.waiting = {0: 5}
-    rank.departures.arrive(0)
-    assert rank.departures.ready() == (1, 0)
-    rank.departures.depart(2)
+    rank.order.arrive(0)
+    assert rank.order.ready() == (1, 0)
+    rank.order.launch_until(2)
     assert rank.sent == [(0, {0: 5}), (1, {})]
     rank.waiting[1] = 7
-    rank.departures.arrive(1)
-    assert rank.departures.late == {1}
+    rank.order.arrive(1)
+    assert rank.order.late == {1}
 
 
 @settings(max_examples=200, deadline=None)
@@ -136,7 +136,7 @@ def test_buckets_that_are_packed_anew_inside_a_backward_lose_nothing(model, data
     """Everything has arrived; nothing has left, or some of it, or all."""
     order, sizes, kinds, limit, unused = model
     rank = Rank(pack_buckets(order, sizes, kinds, limit), sizes, 0)
-    old = rank.departures
+    old = rank.order
     old.early = False
     old.expect(None)
     rank.waiting = dict.fromkeys(data.draw(st.sets(st.sampled_from(order))), 1)
@@ -144,7 +144,7 @@ def test_buckets_that_are_packed_anew_inside_a_backward_lose_nothing(model, data
     for each in wanted:
         old.arrive(each)
     left = data.draw(st.sampled_from([0, 1, len(rank.buckets)]))
-    old.depart(left)
+    old.launch_until(left)
     rank.buckets = pack_buckets(order[::-1], sizes, kinds, limit, unused=unused)
     new = BucketOrder(rank.buckets, sizes, rank._go, budget=0)
     new.take_over(old, running=True)
