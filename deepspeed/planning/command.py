@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed.comm.init import shorten
 from deepspeed.config.memory import read_size, size_text
 from deepspeed.config.read import read
 from deepspeed.errors import DeepSpeedError, UsageError
@@ -90,7 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args)
     except (DeepSpeedError, OSError) as error:
         sys.stderr.write(f"ds_plan: error: {error}\n")
-        return 2
+    except Exception as error:  # noqa: BLE001 - of the model, whose frames say where
+        shorten(error)
+        traceback.print_exception(error)
+        said = "; ".join(str(error).splitlines())
+        sys.stderr.write(f"ds_plan: error: a step of {args.model} failed: {type(error).__name__}: {said}\n")
+    return 2
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -98,14 +105,13 @@ def _run(args: argparse.Namespace) -> int:
     device = None if named is None else device_of(named)
     world = args.world or (args.nodes or 0) * args.per_node or 1
     cluster = Cluster(world, args.per_node, device, args.memory)
+    if (args.advise or args.fit is not None) and cluster.limit is None:
+        raise UsageError("changes that fit are asked for, and no memory is named; add --device or --memory")
     source = ModelSource(args.model)
     given = read(args.config).values
     model = PlannedModel(source, quiet(given), source.example, args.batch, args.sequence)
     found = plan_model(model, cluster)
-    wanted = found.fits is False or args.advise or args.fit is not None
-    if wanted and cluster.limit is None:
-        raise UsageError("changes that fit are asked for, and no memory is named; add --device or --memory")
-    advice = proposals(model, found) if wanted else []
+    advice = proposals(model, found) if found.fits is False or args.advise else []
     fewest = least_ranks(model, found) if found.fits is False and not advice else None
     if args.html is not None:
         args.html.write_text(page(found), encoding="utf-8")

@@ -7,6 +7,7 @@ import inspect
 import json
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed.comm.watch.threads import is_users
 from deepspeed.errors import UsageError
 from deepspeed.pipe.module import PipelineModule
 
@@ -60,6 +62,9 @@ class ModelSource:
                 "model of Transformers"
             )
 
+        here = "" if name and not file.endswith(".py") else str(Path(file).resolve().parent)
+        sys.path.insert(0, here)  # as Python does for the script that it runs
+
     def __call__(self) -> nn.Module:
         with _building(self._target), _RefusesTraining(self._target):
             if self._file.endswith(".json"):
@@ -75,18 +80,8 @@ class ModelSource:
 
     def _namespace(self) -> Mapping[str, Any]:
         if self._file.endswith(".py"):
-            sys.path.insert(0, str(Path(self._file).resolve().parent))
-            try:
-                return runpy.run_path(self._file, run_name="__plan__")
-            finally:
-                sys.path.pop(0)
-        sys.path.insert(0, "")
-        try:
-            return vars(importlib.import_module(self._file))
-        except ModuleNotFoundError as error:
-            raise UsageError(f"{self._target}: there is no module {error.name}") from error
-        finally:
-            sys.path.pop(0)
+            return runpy.run_path(self._file, run_name="__plan__")
+        return vars(importlib.import_module(self._file))
 
     def _built(self, names: Mapping[str, Any]) -> nn.Module:
         wanted = (self._name,) if self._name else NAMES
@@ -96,10 +91,25 @@ class ModelSource:
                 f"{self._file} has no {self._name or ' or '.join(NAMES)}; define a function that returns the model, or "
                 f"name yours: {self._file}:FUNCTION"
             )
-        made = found() if callable(found) and not isinstance(found, nn.Module) else found
+        made = found
+        if callable(found) and not isinstance(found, nn.Module):
+            _require_no_arguments(found, self._file)
+            made = found()
         if not isinstance(made, nn.Module):
             raise UsageError(f"{self._target} returned a {type(made).__name__}; expected a torch module")
         return made
+
+
+def _require_no_arguments(function: Callable[..., Any], file: str) -> None:
+    signature = inspect.signature(function)
+    try:
+        signature.bind()
+    except TypeError as error:
+        name = getattr(function, "__name__", "the function")
+        raise UsageError(
+            f"{file}: {name}{signature} takes arguments ({error}), and a plan has none to give. Give them defaults, or "
+            f"name a function without arguments: {file}:FUNCTION"
+        ) from error
 
 
 def _is_windows(target: str) -> bool:
@@ -123,8 +133,22 @@ def _building(target: str) -> Iterator[None]:
             f"{target} needs a file to build its model, and a plan reads no data and no weights: {error}. Build the "
             "model from its config, such as AutoModelForCausalLM.from_config(...)"
         ) from error
+    except UsageError:
+        raise
+    except Exception as error:  # whatever the script does
+        raise UsageError(
+            f"{target} failed before its model was there{_place(error)}: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. A plan runs all of a script but what is below `if __name__ == '__main__':`, "
+            "then the function that returns the model"
+        ) from error
     finally:
         sys.argv = words
+
+
+def _place(error: Exception) -> str:
+    """The last line of the user's own that led to an error."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    return f", in line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
 
 
 def _of_transformers(file: Path) -> nn.Module:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
+import logging
 import os
 import sys
 from collections import Counter
@@ -37,6 +38,7 @@ from deepspeed.config.batch import MICRO, TRAIN
 from deepspeed.config.read import read as read_config
 from deepspeed.errors import UsageError
 from deepspeed.events import Phase, PhaseBegan, PhaseFinished
+from deepspeed.log import NOTICE, logger
 from deepspeed.memory.host import HOST_STORAGES
 from deepspeed.ops.precompile import rehearsal
 from deepspeed.parallel import ParallelLayout
@@ -111,13 +113,18 @@ def pretended_rank(rank: int, world: int, per_node: int, backend: str = "nccl") 
         LOCAL_WORLD_SIZE=str(nodes),
         **({FAKE_PLAYS: backend} if backend != "nccl" else {}),
     )
+    level, hook = logger.level, sys.excepthook
     try:
+        if level == NOTICE:  # start and end of a training: there is none
+            logger.setLevel(logging.WARNING)
         set_accelerator(CPU_Accelerator())
         td.init_process_group("fake", rank=rank, world_size=world, store=fake.FakeStore())
         yield
     finally:
         if td.is_initialized():
             comm.destroy_process_group()
+        logger.setLevel(level)
+        sys.excepthook = hook  # torch's group puts the rank before each line
         set_accelerator(device)
         torch.set_rng_state(random)
         torch.set_num_threads(threads)

@@ -20,6 +20,11 @@ SCRIPT = """
 from tests.unit.planning.planned import Decoder, example_batch
 def build_model():
     return Decoder()
+def takes_width(width):
+    return Decoder(width)
+class Fails(Decoder):
+    def forward(self, tokens, labels):
+        return super().forward(tokens.float(), labels)
 if __name__ == "__main__":
     raise SystemExit("it trains")
 """
@@ -38,6 +43,7 @@ def job(tmp_path, monkeypatch):
     (tmp_path / "trains.py").write_text(TRAINS, encoding="utf-8")
     (tmp_path / "empty.py").write_text("x = 1\n", encoding="utf-8")
     (tmp_path / "parses.py").write_text("import sys; sys.exit(2)\n", encoding="utf-8")
+    (tmp_path / "raises.py").write_text("import there_is_none\n", encoding="utf-8")
     (tmp_path / "reads.py").write_text("def build_model(): open('weights.bin')\n", encoding="utf-8")
     (tmp_path / "ds.json").write_text(json.dumps({**SIZES, "zero_optimization": {"stage": 0}}), encoding="utf-8")
     (tmp_path / "batch.json").write_text(json.dumps({**SIZES, "train_batch_size": 6}), encoding="utf-8")
@@ -88,6 +94,9 @@ def test_what_fits_and_what_does_not(job):
         (["empty.py", "ds.json"], "empty.py has no model_fn or build_model"),
         (["parses.py", "ds.json"], "parses.py ended the program when it was imported"),
         (["reads.py", "ds.json"], "reads no data and no weights"),
+        (["raises.py", "ds.json"], "in line 1 of raises.py: ModuleNotFoundError"),
+        (["model.py:takes_width", "ds.json"], "takes_width(width) takes arguments"),
+        (["model.py:Fails", "ds.json"], "ds_plan: error: a step of model.py:Fails failed: RuntimeError"),
         (["model.py", "batch.json", "--world", "4"], "train_batch_size"),
         (["model.py", "ds.json", "--device", "h20"], "did you mean h200?"),
         (["model.py", "ds.json", "--world", "12"], "per_node 8 does not divide world 12"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 
+from deepspeed.log import logger
 from deepspeed.memory.budget import Spread, Widths, model_states
 from deepspeed.memory.host import host_empty
 from deepspeed.planning import plan
@@ -67,11 +70,12 @@ def resident():
 
 @ranks(1, init=False)
 def test_the_process_is_what_it_was():
-    state = torch.get_rng_state()
+    state, hook, level = torch.get_rng_state(), sys.excepthook, logger.level
     with pretended_rank(3, 16, 8):
         assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (3, 16)
         torch.rand(1)
     assert torch.equal(torch.get_rng_state(), state)
+    assert (sys.excepthook, logger.level) == (hook, level)
     assert not torch.distributed.is_initialized()
 
 
