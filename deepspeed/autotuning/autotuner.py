@@ -62,9 +62,7 @@ class Autotuner:
     @property
     def best(self) -> ExperimentRecord | None:
         """The best experiment so far."""
-        measured = [record for record in self._records if record.value is not None]
-        sign = -1 if self._config.metric == "latency" else 1
-        return max(measured, key=lambda record: sign * (record.value or 0.0), default=None)
+        return _best(self._records, self._config.metric)
 
     def tune(self) -> None:
         """Run experiments until the order has no more, or the budget is spent; write what was found after each."""

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -273,12 +273,9 @@ class TunedJob:
 
     def _place(self) -> tuple[int, str]:
         """Which word has the name of the config, and what of the word comes before it."""
-        for option in _OPTIONS:
-            for place, word in enumerate(self.words):
-                if word.startswith(f"{option}=") and ".json" in word:
-                    return place, f"{option}="
-                if word == option and ".json" in "".join(self.words[place + 1 : place + 2]):
-                    return place + 1, ""
+        for place, before in (each for option in _OPTIONS for each in _values(self.words, option)):
+            if ".json" in self.words[place]:
+                return place, before
         raise UsageError(
             f"--autotuning: no argument of {self.script} names a config. Expected --deepspeed_config FILE.json, or "
             "--deepspeed FILE.json as scripts on Transformers take it; the tuner puts the config of each run there"
@@ -286,12 +283,7 @@ class TunedJob:
 
     def argument(self, option: str) -> str | None:
         """The value of an option of the script."""
-        for place, word in enumerate(self.words):
-            if word == option:
-                return next(iter(self.words[place + 1 : place + 2]), None)
-            if word.startswith(f"{option}="):
-                return word.partition("=")[2]
-        return None
+        return next((self.words[place][len(before) :] for place, before in _values(self.words, option)), None)
 
     def command(self, file: Path, config: Mapping[str, Any], mappings: Mapping[str, str]) -> list[str]:
         """What follows `deepspeed` for the job with the config in this file; mapped options have its values."""
@@ -327,11 +319,15 @@ class TunedJob:
 
 
 def _set_option(words: list[str], option: str, value: str) -> None:
+    place, before = next(_values(words, option), (len(words) + 1, ""))
+    words += [option, ""] if place > len(words) else []
+    words[place] = f"{before}{value}"
+
+
+def _values(words: Sequence[str], option: str) -> Iterator[tuple[int, str]]:
+    """The words with values of an option, and what of each comes before the value."""
     for place, word in enumerate(words):
         if word == option and place + 1 < len(words):
-            words[place + 1] = value
-            return
-        if word.startswith(f"{option}="):
-            words[place] = f"{option}={value}"
-            return
-    words += [option, value]
+            yield place + 1, ""
+        elif word.startswith(f"{option}="):
+            yield place, f"{option}="

@@ -15,7 +15,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,29 +126,25 @@ class EventFile:
         while self._waiting:
             line = self._made(self._waiting.popleft())
             if self._size + len(data) + len(line) > self._limit:
-                self._try(lambda full=bytes(data): self._append(full))  # type: ignore[misc]
-                self._try(self._rotate)
+                self._append(bytes(data))
+                with self._survives():
+                    self._rotate()
                 data.clear()
             data += line
-        if data:
-            self._try(lambda: self._append(bytes(data)))
+        self._append(bytes(data))
 
     def _made(self, make: Callable[[], Record | None]) -> bytes:
         """A record that cannot be made is left out: what is watched may end at any time."""
-        found: list[bytes] = []
-
-        def run() -> None:
+        with self._survives():
             record = make()
-            if record is not None:
-                found.append(_line(record))
+            return b"" if record is None else _line(record)
+        return b""
 
-        self._try(run)
-        return b"".join(found)
-
-    def _try(self, run: Callable[[], None]) -> None:
+    @contextmanager
+    def _survives(self) -> Iterator[None]:
         """Training does not end for its events: the first error is logged, and the next record is tried again."""
         try:
-            run()
+            yield
         except (OSError, RuntimeError, ValueError, TypeError) as error:
             if not self._complained:
                 self._complained = True
@@ -157,10 +154,11 @@ class EventFile:
                 )
 
     def _append(self, data: bytes) -> None:
-        while data:
-            written = os.write(self._descriptor, data)
-            self._size += written
-            data = data[written:]
+        with self._survives():
+            while data:
+                written = os.write(self._descriptor, data)
+                self._size += written
+                data = data[written:]
 
     def _rotate(self) -> None:
         """Put the file aside and begin a new one."""

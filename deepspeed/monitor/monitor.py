@@ -6,10 +6,8 @@ import csv
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -89,20 +87,20 @@ class Backend(Monitor):
         self._is_open = False
         self._complained = False
         if self.enabled and writes_here():
-            with _CatchErrors(self, "could not be opened, its metrics are not written"):
+            with self._survives("could not be opened, its metrics are not written"):
                 self._open()
                 self._is_open = True
 
     def write_events(self, event_list: Iterable[tuple[str, Any, int]]) -> None:
         if not self._is_open:
             return
-        with _CatchErrors(self, "could not write metrics, some are lost"):
+        with self._survives("could not write metrics, some are lost"):
             self._write([Entry(label, _number(value), int(step)) for label, value, step in event_list])
 
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            with _CatchErrors(self, "could not be closed, its last metrics may be lost"):
+            with self._survives("could not be closed, its last metrics may be lost"):
                 self._close()
 
     @abstractmethod
@@ -119,9 +117,16 @@ class Backend(Monitor):
         """Texts that must not appear in a message."""
         return ()
 
+    @contextmanager
+    def _survives(self, what: str) -> Iterator[None]:
+        """Around a client library: the first error is logged, none ends the job. Ctrl-C and SystemExit pass."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - of a library that training does not need
+            self._complain(what, error)
+
     def _complain(self, what: str, error: Exception) -> None:
-        """Warn, the first time; a disk may have room again later, so writing is still tried."""
-        if self._complained:
+        if self._complained:  # a disk may have room again later, so writing is still tried
             return
         self._complained = True
         reason = f"{type(error).__name__}: {error}"
@@ -138,31 +143,6 @@ class Backend(Monitor):
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-class _CatchErrors:
-    """A `with` block around a client library: its exceptions are logged and go no further.
-
-    The library is not ours, so neither are its exceptions: this is the one place that stops any of them. Ctrl-C
-    and SystemExit pass.
-    """
-
-    __slots__ = ("_backend", "_what")
-
-    def __init__(self, backend: Backend, what: str) -> None:
-        self._backend = backend
-        self._what = what
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._backend._complain(self._what, error)
-        return True
 
 
 class TensorBoardMonitor(Backend):
@@ -342,15 +322,6 @@ _EXPERTS = "Train/Experts/"
 _ROLLOUT = "Train/Rollout/logprob_gap_"
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingMetrics:
-    """Metrics of a step whose loss is on its way to the host."""
-
-    metrics: list[tuple[str, Any, int]]
-    loss: HostCopy
-    samples: int
-
-
 class MonitorSubscriber:
     """Writes lr, loss scale, loss and times of every step to a monitor, on rank 0.
 
@@ -361,7 +332,8 @@ class MonitorSubscriber:
     def __init__(self, monitor: Monitor, *, times: WallClock | None = None) -> None:
         self._monitor = monitor
         self._times = times
-        self._unread: _PendingMetrics | None = None
+        self._unread: tuple[list[tuple[str, Any, int]], HostCopy, int] | None = None
+        """Metrics of a step, its loss on the way to the host, and its samples."""
         self._subscriptions = ExitStack()
 
     def attach(self, events: EventStream) -> MonitorSubscriber:
@@ -379,8 +351,8 @@ class MonitorSubscriber:
         """Write what is still on its way from the device."""
         unread, self._unread = self._unread, None
         if unread is not None:
-            loss = (_PREFIX + "train_loss", unread.loss.read(), unread.samples)
-            self._monitor.write_events([*unread.metrics, loss])
+            metrics, loss, samples = unread
+            self._monitor.write_events([*metrics, (_PREFIX + "train_loss", loss.read(), samples)])
 
     def close(self) -> None:
         """Write what is left and stop listening; the monitor stays open: its owner closes it."""
@@ -397,8 +369,9 @@ class MonitorSubscriber:
         if (loss := event.loss) is None:
             self._monitor.write_events(metrics)
             return
-        self._unread = _PendingMetrics(metrics, HostCopy(loss), event.samples)
-        if self._unread.loss.arrived:
+        copy = HostCopy(loss)
+        self._unread = metrics, copy, event.samples
+        if copy.arrived:
             self.flush()
 
     def _experts_used(self, event: ExpertsUsed) -> None:

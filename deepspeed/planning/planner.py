@@ -35,9 +35,7 @@ class Cluster:
         return RankPlace(rank, self.world, self.per_node, "gloo" if on_host else "nccl")
 
     def __post_init__(self) -> None:
-        for name, value in (("world", self.world), ("per_node", self.per_node)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name} is {value!r}; expected a number of ranks above zero")
+        _require_sizes(world=self.world, per_node=self.per_node)
         if self.world > self.per_node and self.world % self.per_node:
             divisors = [size for size in range(1, self.world + 1) if self.world % size == 0 and size <= 64]
             raise UsageError(
@@ -181,7 +179,7 @@ def plan(
     `batch` samples of `sequence` tokens make a micro batch where the config and the model leave that open.
     `inputs(batch, sequence)` gives what a model takes that is none of Transformers. `device`: see `ds_plan --device`.
     """
-    _require_sizes(batch, sequence)
+    _require_sizes(**{name: size for name, size in (("batch", batch), ("sequence", sequence)) if size is not None})
     facts = device_of(device) if isinstance(device, str) else device
     model = PlannedModel(model_fn, quiet(config), lambda: inputs, batch, sequence)
     return plan_model(model, Cluster(world, per_node, facts))
@@ -203,10 +201,10 @@ def _stages(first: RankTrace) -> Sequence[int]:
     return sorted({*middle.values(), count - 1} - {0})
 
 
-def _require_sizes(batch: int | None, sequence: int | None) -> None:
-    for name, value in (("batch", batch), ("sequence", sequence)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(f"{name} is {value!r}; expected a number above zero")
+def _require_sizes(**sizes: object) -> None:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name} is {value!r}; expected a whole number above zero")
 
 
 def _sent(collectives: Sequence[Collective]) -> tuple[float, float]:

@@ -52,7 +52,7 @@ class ModelSource:
     def __init__(self, target: str) -> None:
         self._target = target
         self._example: ExampleBatch | None = None
-        file, _, name = target.partition(":") if not _is_windows(target) else (target, "", "")
+        file, _, name = target.partition(":")
         self._file, self._name = file, name
         if file.endswith((".py", ".json")) and not Path(file).is_file():
             raise UsageError(f"{file} is no file; expected a script, module:function, or a Transformers config.json")
@@ -110,10 +110,6 @@ def _require_no_arguments(function: Callable[..., Any], file: str) -> None:
             f"{file}: {name}{signature} takes arguments ({error}), and a plan has none to give. Give them defaults, or "
             f"name a function without arguments: {file}:FUNCTION"
         ) from error
-
-
-def _is_windows(target: str) -> bool:
-    return len(target) > 2 and target[1] == ":" and target[2] in "\\/"
 
 
 @contextmanager
