@@ -124,7 +124,10 @@ class EventFile:
     def _write(self) -> None:
         data = bytearray()
         while self._waiting:
-            line = self._made(self._waiting.popleft())
+            make, line = self._waiting.popleft(), b""
+            with self._survives():  # what is watched may end at any time
+                record = make()
+                line = b"" if record is None else _line(record)
             if self._size + len(data) + len(line) > self._limit:
                 self._append(bytes(data))
                 with self._survives():
@@ -132,13 +135,6 @@ class EventFile:
                 data.clear()
             data += line
         self._append(bytes(data))
-
-    def _made(self, make: Callable[[], Record | None]) -> bytes:
-        """A record that cannot be made is left out: what is watched may end at any time."""
-        with self._survives():
-            record = make()
-            return b"" if record is None else _line(record)
-        return b""
 
     @contextmanager
     def _survives(self) -> Iterator[None]:

@@ -169,12 +169,17 @@ class ReplicatedBucket:
         self._narrowed = self._travels != first.accumulate
         self._pack = PackedGradients([*self._holders[: self._packed], self._everyone], again=not self._narrowed)
         self._label = label(self.entries)
-        self.complete = True
-        """This rank has a gradient for every entry."""
+        self._had: list[bool] = []
+        """For which entries this rank has a gradient."""
         self._pending: list[Pending[Tensor]] = []
         """The packed gradients as one tensor, then each that travels alone."""
         self._present = self._everyone
         """The numbers of [Note: absent gradients], once gradients are handed back."""
+
+    @property
+    def complete(self) -> bool:
+        """This rank has a gradient for every entry."""
+        return all(self._had)
 
     @property
     def arrived(self) -> bool:
@@ -184,8 +189,7 @@ class ReplicatedBucket:
     @torch.no_grad()
     def send(self) -> None:
         """Pack the gradients and begin to sum them; runs inside backward or after it."""
-        had = [holder.grad is not None for holder in self._holders]
-        self.complete = all(had)
+        had = self._had = [holder.grad is not None for holder in self._holders]
         # A copy of ones that are there already does not wait for the device, as new numbers from the host would.
         present = self._everyone.clone() if self.complete else self._everyone.new_tensor(had)
         grads = [_dense(holder) for holder in self._holders]
@@ -206,8 +210,8 @@ class ReplicatedBucket:
         if self._narrowed:
             self._hand_back(sums)
         if not self.complete:
-            for holder, number in zip(self._holders, self._present.tolist(), strict=True):
-                if number == 0:
+            for holder, mine, number in zip(self._holders, self._had, self._present.tolist(), strict=True):
+                if number == 0 and not mine:  # of what this rank has, a plan cannot read the number
                     holder.grad = None
         self._pending, self._present = [], self._everyone
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
 
 import deepspeed
 from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.records import read
+from deepspeed.pipe import PipelineModule
 from deepspeed.planning import DeviceCeilings, plan
+from deepspeed.planning.trace import Collective
 from tests.harness import ranks
+from tests.pipelines import LENGTH, VOCABULARY, pipeline
 from tests.unit.planning.planned import Decoder, config, example_batch
 
 PER_NODE = 2  # of four ranks: two nodes
@@ -29,11 +37,13 @@ CASES = [
 HOST = DeviceCeilings("cpu", 1 << 40, 1e12, 1e12, 1e10, 1e9, 1e9, "this test")
 
 
-def recorded(values: dict, steps: int) -> Counter:
-    engine = deepspeed.initialize(model=Decoder(), config=values)[0]
+def recorded(model: nn.Module, values: dict, steps: int) -> Counter:
+    engine = deepspeed.initialize(model=model, config=values)[0]
     for _ in range(3):
         with DEFAULT.recorded() as entries:
-            for _micro in range(steps):
+            if isinstance(model, PipelineModule):
+                engine.train_batch(iter([words(2)] * steps))
+            for _micro in range(0 if isinstance(model, PipelineModule) else steps):
                 engine.backward(engine(*example_batch(2)))
                 engine.step()
     engine.destroy()
@@ -49,12 +59,37 @@ def test_collectives_are_those_that_ranks_record(monkeypatch):
     for stage, steps, keys in CASES:
         values = config(stage, steps)
         values["zero_optimization"] |= keys
-        real.append((values, recorded(values, steps)))
+        real.append((values, recorded(Decoder(), values, steps)))
     rank = deepspeed.comm.get_rank()
     deepspeed.comm.destroy_process_group()
     for values, found in real if rank == 0 else ():
         planned = plan(Decoder, values, world=world, per_node=PER_NODE, inputs=example_batch, device=HOST)
-        told = Counter({(each.op, each.ranks, each.size): 0 for each in planned.collectives})
-        for each in planned.collectives:
-            told[each.op, each.ranks, each.size] += each.count
-        assert told == found, values
+        assert told(planned.collectives) == found, values
+
+
+def told(collectives: Iterable[Collective]) -> Counter:
+    found: Counter = Counter()
+    for each in collectives:
+        found[each.op, each.ranks, each.size] += each.count
+    return found
+
+
+def words(batch: int, sequence: int | None = None) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(1, VOCABULARY, (batch, LENGTH))
+    return tokens, tokens
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@ranks(2)
+def test_stages_of_a_pipeline_send_what_is_planned(stage):
+    values, steps = config(stage, 3), 3
+
+    def model() -> PipelineModule:
+        return pipeline(2, example_input=words(2)[0])
+
+    real: list = [None, None]
+    rank = deepspeed.comm.get_rank()
+    deepspeed.comm.all_gather_object(real, recorded(model(), values, steps))
+    deepspeed.comm.destroy_process_group()
+    for found in plan(model, values, world=2, inputs=words, device=HOST).traces if rank == 0 else ():
+        assert told(found.collectives) == real[found.place.rank], found.stage

@@ -88,6 +88,21 @@ def test_what_is_small_is_computed_and_what_is_large_is_not():
         assert large.view(-1)[:8].untyped_storage().nbytes() == 4 << 20
 
 
+class Idle(Decoder):
+    """A layer gets no gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.idle = nn.Linear(8, 8)
+
+
+@ranks(1, init=False)
+def test_the_others_are_stepped_beside_an_unused_layer():
+    for stage in (0, 2):
+        found, real = plan(Idle, config(stage), world=4, inputs=example_batch), measured(Idle(), config(stage), 4)
+        assert abs(found.largest.peak.total - real.total) <= 0.02 * real.total, (stage, found.largest.peak, real)
+
+
 class Words(nn.Module):
     """An embedding of which a batch touches few rows."""
 
