@@ -322,9 +322,8 @@ class PipelineEngine(DeepSpeedEngine):
         if reduce_output not in ("avg", None):
             raise UsageError(f"reduce_output is 'avg' or None; found {reduce_output!r}")
         results = self._evaluate(data_iter, num_micro_batches, compute_loss, keep=return_logits or not compute_loss)
-        value: Any
         if not compute_loss:
-            value = averaged(results.outputs) if reduce_output == "avg" else results.outputs or None
+            value: Any = averaged(results.outputs) if reduce_output == "avg" else results.outputs or None
         else:
             mean = self._mean(results, tell=bcast_loss)
             value = None if mean is None else mean.wait()
@@ -395,13 +394,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _on_host(self, results: Results) -> float | None:
         """The mean loss of this rank as a number, unless a device is still about to compute it."""
-        pretended = is_fake_world()
-        computes = played_backend() != "gloo" if pretended else self._parts.device.type != "cpu"
-        if computes or results.failed:
+        losses = results.losses or [torch.zeros(())] * is_fake_world()  # on pretended ranks nobody else tells it
+        if self._parts.device.type != "cpu" or played_backend() == "fake" or results.failed or not losses:
             return None
-        if not results.losses:
-            return 0.0 if pretended else None  # which the last stage would tell
-        return float(torch.stack(results.losses).mean())
+        return float(torch.stack(losses).mean())
 
     def _mean(self, results: Results, *, tell: bool = True) -> Pending[Tensor] | None:
         """The mean over micro-batches and replicas, on all ranks if it is told to them, else on the last stage."""
@@ -411,16 +407,14 @@ class PipelineEngine(DeepSpeedEngine):
         mean = torch.zeros((), device=self._parts.device)
         if module.last:
             mean = torch.stack(results.losses).mean()
-            replicas = layout.samples
-            if replicas.size > 1:
-                comm.all_reduce(mean, group=replicas.group)
-                mean /= replicas.size
+            if layout.samples.size > 1:
+                comm.all_reduce(mean, group=layout.samples.group)
+                mean /= layout.samples.size
         elif not tell:
             return None
         work = None
         if tell and layout.pipeline.size > 1:
-            source = layout.pipeline.ranks[module.owners[-1]]
-            work = comm.broadcast(mean, src=source, group=layout.pipeline.group, async_op=True)
+            work = comm.broadcast(mean, layout.pipeline.ranks[module.owners[-1]], layout.pipeline.group, async_op=True)
         return Pending(mean, work)
 
     def _mean_extra(self, results: Results) -> dict[str, Tensor] | None:

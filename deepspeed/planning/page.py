@@ -12,17 +12,8 @@ from deepspeed.planning.planner import Plan
 from deepspeed.planning.trace import KINDS, MemoryMoment
 
 _COLOURS = (
-    "#3b76c4",
-    "#7fb0e8",
-    "#2a4f80",
-    "#d9622b",
-    "#8d5bb5",
-    "#b99bd6",
-    "#999999",
-    "#4aa5a8",
-    "#4c9a52",
-    "#b3923b",
-    "#c25a7c",
+    *("#3b76c4", "#7fb0e8", "#2a4f80", "#d9622b", "#8d5bb5", "#b99bd6"),
+    *("#999999", "#4aa5a8", "#4c9a52", "#b3923b", "#c25a7c"),
 )
 _WIDTH, _HEIGHT, _BAR = 960, 300, 22
 _STYLE = """

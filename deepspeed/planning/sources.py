@@ -101,14 +101,12 @@ class ModelSource:
 
 
 def _require_no_arguments(function: Callable[..., Any], file: str) -> None:
-    signature = inspect.signature(function)
     try:
-        signature.bind()
+        inspect.signature(function).bind()
     except TypeError as error:
-        name = getattr(function, "__name__", "the function")
         raise UsageError(
-            f"{file}: {name}{signature} takes arguments ({error}), and a plan has none to give. Give them defaults, or "
-            f"name a function without arguments: {file}:FUNCTION"
+            f"{file}: {getattr(function, '__name__', 'it')}() takes arguments ({error}), and a plan has none to give. "
+            f"Give them defaults, or name a function without arguments: {file}:FUNCTION"
         ) from error
 
 

@@ -7,7 +7,8 @@ schedule of a pipeline is simulated with what each of its ranks takes for a micr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepspeed.parallel.axes import SAMPLE_AXES
@@ -92,19 +93,19 @@ def step_time(traces: Sequence[RankTrace], device: DeviceCeilings) -> StepTime:
 
 def _phases(trace: RankTrace, device: DeviceCeilings) -> tuple[tuple[PhaseTime, ...], dict[str, float]]:
     """The phases of one rank, and what its operations cost; the step is the last of them."""
-    phases, costs = [], dict[str, float]()
+    phases, costs = [], defaultdict[str, float](float)
     for phase in PHASES:
         computes = 0.0
         for work in trace.work:
             if work.phase == phase:
                 seconds = _seconds(work, device)
                 computes += seconds
-                _add(costs, f"{work.name} in {phase}", seconds)
+                costs[f"{work.name} in {phase}"] += seconds
         hidden = waited = 0.0
         for each in trace.collectives:
             if each.phase == phase and not _is_message(trace, each):
                 seconds = each.count * _sending(each, device)
-                _add(costs, f"{each.op} over {each.axis} in {phase}", seconds)
+                costs[f"{each.op} over {each.axis} in {phase}"] += seconds
                 concurrent = trace.overlaps and phase != STEP and _of_samples(each)
                 hidden, waited = (hidden + seconds, waited) if concurrent else (hidden, waited + seconds)
         if phase != WEIGHTS or computes or hidden or waited:
@@ -143,10 +144,6 @@ def _alike(traces: Sequence[RankTrace], rank: int) -> int:
     return next(iter(same or middle), 0)
 
 
-def _add(costs: dict[str, float], name: str, seconds: float) -> None:
-    costs[name] = costs.get(name, 0.0) + seconds
-
-
 def _seconds(work: OperationWork, device: DeviceCeilings) -> float:
     narrow = work.dtype in _NARROW and _is_product(work)
     rate = device.narrow_flops if narrow else device.wide_flops
@@ -171,7 +168,4 @@ def _is_product(work: OperationWork) -> bool:
 
 
 def _mostly_narrow(trace: RankTrace) -> bool:
-    narrow: Mapping[bool, float] = {
-        kind: sum(work.flops for work in trace.work if (work.dtype in _NARROW) is kind) for kind in (True, False)
-    }
-    return narrow[True] >= narrow[False]
+    return sum(work.flops if work.dtype in _NARROW else -work.flops for work in trace.work) >= 0

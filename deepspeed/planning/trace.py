@@ -299,12 +299,8 @@ class _Tracer:
             moments=_moments(profiler.changes, began, head),
             overlaps=parts.config.schema.zero_optimization.overlaps_comm,
             partition=() if pipeline is None else tuple(b - a for a, b in itertools.pairwise(pipeline.parts)),
-            assumed=(*example.assumed, *_assumed(self.memory, engine), *self._densely()),
+            assumed=(*example.assumed, *_assumed(self.memory, engine, self.dense)),
         )
-
-    def _densely(self) -> Iterator[str]:
-        if self.dense:
-            yield f"all rows of sparse gradients travel: {', '.join(self.dense)}"
 
     def _enter(self, event: PhaseBegan) -> None:
         word = _word(event.phase.value)
@@ -552,8 +548,10 @@ def _on_host(engine: DeepSpeedEngine, others: Sequence[torch.UntypedStorage]) ->
     return {**found, **({"staging": rest} if rest else {})}
 
 
-def _assumed(memory: UntouchedMemory, engine: DeepSpeedEngine) -> Iterable[str]:
+def _assumed(memory: UntouchedMemory, engine: DeepSpeedEngine, dense: Sequence[str]) -> Iterable[str]:
     """What a trace cannot know."""
+    if dense:
+        yield f"all rows of sparse gradients travel: {', '.join(dense)}"
     if memory.computed:
         yield f"results that depend on values are those of empty memory: {', '.join(sorted(memory.computed))}"
     if engine._parts.experts is not None:

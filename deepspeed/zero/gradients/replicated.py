@@ -169,17 +169,12 @@ class ReplicatedBucket:
         self._narrowed = self._travels != first.accumulate
         self._pack = PackedGradients([*self._holders[: self._packed], self._everyone], again=not self._narrowed)
         self._label = label(self.entries)
-        self._had: list[bool] = []
+        self.had = [True] * len(self.entries)
         """For which entries this rank has a gradient."""
         self._pending: list[Pending[Tensor]] = []
         """The packed gradients as one tensor, then each that travels alone."""
         self._present = self._everyone
         """The numbers of [Note: absent gradients], once gradients are handed back."""
-
-    @property
-    def complete(self) -> bool:
-        """This rank has a gradient for every entry."""
-        return all(self._had)
 
     @property
     def arrived(self) -> bool:
@@ -189,9 +184,9 @@ class ReplicatedBucket:
     @torch.no_grad()
     def send(self) -> None:
         """Pack the gradients and begin to sum them; runs inside backward or after it."""
-        had = self._had = [holder.grad is not None for holder in self._holders]
+        self.had = [holder.grad is not None for holder in self._holders]
         # A copy of ones that are there already does not wait for the device, as new numbers from the host would.
-        present = self._everyone.clone() if self.complete else self._everyone.new_tensor(had)
+        present = self._everyone.clone() if all(self.had) else self._everyone.new_tensor(self.had)
         grads = [_dense(holder) for holder in self._holders]
         flat = self._pack.fill([*grads[: self._packed], present])
         sent = [flat.to(self._travels), *(grad.to(self._travels).contiguous() for grad in grads[self._packed :])]
@@ -209,8 +204,8 @@ class ReplicatedBucket:
         sums = [pending.wait() for pending in self._pending]
         if self._narrowed:
             self._hand_back(sums)
-        if not self.complete:
-            for holder, mine, number in zip(self._holders, self._had, self._present.tolist(), strict=True):
+        if not all(self.had):
+            for holder, mine, number in zip(self._holders, self.had, self._present.tolist(), strict=True):
                 if number == 0 and not mine:  # of what this rank has, a plan cannot read the number
                     holder.grad = None
         self._pending, self._present = [], self._everyone
@@ -264,7 +259,7 @@ class ReplicatedInFlight:
         for bucket in list(self._in_flight):
             if not bucket.arrived:
                 return
-            if bucket.complete:
+            if all(bucket.had):
                 bucket.land()
                 self._in_flight.remove(bucket)
 

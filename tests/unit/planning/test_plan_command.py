@@ -95,7 +95,7 @@ def test_what_fits_and_what_does_not(job):
         (["parses.py", "ds.json"], "parses.py ended the program when it was imported"),
         (["reads.py", "ds.json"], "reads no data and no weights"),
         (["raises.py", "ds.json"], "in line 1 of raises.py: ModuleNotFoundError"),
-        (["model.py:takes_width", "ds.json"], "takes_width(width) takes arguments"),
+        (["model.py:takes_width", "ds.json"], "takes_width() takes arguments"),
         (["model.py:Fails", "ds.json"], "ds_plan: error: a step of model.py:Fails failed: RuntimeError"),
         (["model.py", "batch.json", "--world", "4"], "train_batch_size"),
         (["model.py", "ds.json", "--device", "h20"], "did you mean h200?"),
