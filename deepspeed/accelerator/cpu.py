@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.accelerator.generic import GenericAccelerator
 from deepspeed.accelerator.host import HostEvent, HostMemory, numa_nodes_with_cores
-from deepspeed.accelerator.interface import UnknownNameError
+from deepspeed.accelerator.interface import DeepSpeedAccelerator, UnknownNameError
 from deepspeed.log import logger, warn_once
 
 __all__ = ["CPU_Accelerator"]
@@ -25,7 +24,7 @@ def _number(variable: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-class CPU_Accelerator(GenericAccelerator):
+class CPU_Accelerator(DeepSpeedAccelerator):
     """The host's cores; a "device" is one process's share of them."""
 
     name = "cpu"

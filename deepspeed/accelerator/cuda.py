@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.accelerator.generic import GenericAccelerator
+from deepspeed.accelerator.interface import DeepSpeedAccelerator
 from deepspeed.errors import AcceleratorError
 
 __all__ = ["CUDA_Accelerator"]
@@ -17,7 +17,7 @@ __all__ = ["CUDA_Accelerator"]
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context, not only the current one
 
 
-class CUDA_Accelerator(GenericAccelerator):
+class CUDA_Accelerator(DeepSpeedAccelerator):
     """CUDA, or ROCm where torch was built for it."""
 
     name = "cuda"

@@ -19,8 +19,6 @@ from deepspeed.log import logger
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from deepspeed.accelerator.generic import GenericAccelerator
-
 VARIABLE = "DS_ACCELERATOR"
 ENTRY_POINTS = "deepspeed.accelerators"
 
@@ -91,9 +89,10 @@ def known_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*BUILT_IN, *_FROM_VENDORS, *(point.name for point in _plugins()))))
 
 
-def _built_in(name: str) -> type[GenericAccelerator]:
+def _built_in(name: str) -> type[DeepSpeedAccelerator]:
     module = name if name in ("cpu", "cuda") else "vendors"
-    home: type[GenericAccelerator] = getattr(importlib.import_module(f"deepspeed.accelerator.{module}"), BUILT_IN[name])
+    found = importlib.import_module(f"deepspeed.accelerator.{module}")
+    home: type[DeepSpeedAccelerator] = getattr(found, BUILT_IN[name])
     return home
 
 

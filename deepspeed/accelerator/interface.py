@@ -1,8 +1,7 @@
 """The accelerator contract: every question that the library, or a user's script, may ask about the device.
 
-Third parties subclass `DeepSpeedAccelerator` directly, or `GenericAccelerator` where their device has a module
-`torch.<name>`. A method that is not abstract answers here from the other answers, or as most devices do; a class
-overrides it where its device differs.
+`DeepSpeedAccelerator` answers by `torch.get_device_module(name)` and `torch.accelerator`. A class of a device states
+facts as class attributes and overrides what its device does differently; third parties subclass it, too.
 """
 
 from __future__ import annotations
@@ -10,17 +9,24 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from deepspeed.errors import AcceleratorError
 
 __all__ = ["DeepSpeedAccelerator", "UnknownNameError"]
+
+# What torch.accelerator has under another name.
+_IN_TORCH_ACCELERATOR = {
+    "current_device": "current_device_index",
+    "set_device": "set_device_index",
+    "mem_get_info": "get_memory_info",
+}
 
 
 class UnknownNameError(AcceleratorError, ValueError):
@@ -40,17 +46,79 @@ def _check_pinning() -> None:
         )
 
 
-class DeepSpeedAccelerator(ABC):
+class DeepSpeedAccelerator:
     """One kind of device; an index always counts devices of this kind, None means the current one."""
 
-    _name: str
-    _communication_backend_name: str
+    name: ClassVar[str] = ""
+    backend: ClassVar[str] = ""
+    package: ClassVar[str | None] = None  # the import that adds torch.<name>; None if torch itself has it
+    one_device: ClassVar[bool] = False  # one device per process: torch.<name>'s functions take no index
+    has_streams: ClassVar[bool] = True
+    graph_class: ClassVar[str | None] = None
+    compile_backend: ClassVar[str] = "inductor"
+    exported: ClassVar[tuple[str, ...]] = ()
+    visible: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self._name = self.name
+        self._communication_backend_name = self.backend
+        self._compile_backend = self.compile_backend
+
+    @classmethod
+    def why_unavailable(cls) -> str | None:
+        """None if a device of this kind can be used here, else the reason; creates no device context."""
+        if cls.package is not None:
+            if find_spec(cls.package.partition(".")[0]) is None:
+                return f"package {cls.package.partition('.')[0]} is not installed"
+            try:
+                importlib.import_module(cls.package)
+            except (ImportError, OSError, RuntimeError) as error:
+                return f"importing {cls.package} failed: {error}"
+        try:
+            module = torch.get_device_module(cls.name)
+        except RuntimeError:
+            return f"torch {torch.__version__} has no module torch.{cls.name}"
+        return None if module.is_available() else f"torch.{cls.name} finds no usable device"
+
+    @functools.cached_property
+    def _module(self) -> ModuleType:
+        try:
+            if self.package is not None:
+                importlib.import_module(self.package)
+            module: ModuleType = torch.get_device_module(self._name)
+        except (ImportError, RuntimeError) as error:
+            wanted = f"install {self.package}" if self.package else "install a torch build that has it"
+            raise AcceleratorError(f"torch has no device module '{self._name}' ({error}); {wanted}") from error
+        return module
+
+    def _find(self, name: str) -> Any:
+        """torch.<device>'s attribute, else torch.accelerator's, else None: vendors cover different parts."""
+        own = getattr(self._module, name, None)
+        if own is not None:
+            return own
+        current = torch.accelerator.current_accelerator()
+        if current is None or current.type != self._name:
+            return None
+        return getattr(torch.accelerator, _IN_TORCH_ACCELERATOR.get(name, name), None)
+
+    def _need(self, name: str) -> Any:
+        found = self._find(name)
+        if found is None:
+            raise AcceleratorError(
+                f"neither torch.{self._name} nor torch.accelerator of torch {torch.__version__} has '{name}'; "
+                f"update torch{' and ' + self.package if self.package else ''}"
+            )
+        return found
+
+    def _call(self, name: str, device_index: int | None = None, *arguments: Any) -> Any:
+        index = () if device_index is None or self.one_device else (device_index,)
+        return self._need(name)(*arguments, *index)
 
     # ---- nature of the device -------------------------------------------------------------------------------
 
-    @abstractmethod
     def is_synchronized_device(self) -> bool:
         """True if work is done when the call that asked for it returns: streams and events mean nothing."""
+        return False
 
     def use_host_timers(self) -> bool:
         """True if the host's clock times device work correctly."""
@@ -66,33 +134,34 @@ class DeepSpeedAccelerator(ABC):
 
     # ---- device ---------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def device_name(self, device_index: int | None = None) -> str:
         """`"cuda"`, or `"cuda:1"` when an index is given."""
+        return self._name if device_index is None else f"{self._name}:{device_index}"
 
-    @abstractmethod
     def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
         """A context in which this device is the current one."""
+        context: AbstractContextManager[Any] = self._need("device")(device_index)
+        return context
 
-    @abstractmethod
     def set_device(self, device_index: int) -> None:
         """Make this device the current one of this process."""
+        self._need("set_device")(device_index)
 
-    @abstractmethod
     def current_device(self) -> int:
         """Index of the current device."""
+        return int(self._call("current_device"))
 
     def current_device_name(self) -> str:
         """Name of the current device, with its index where the kind has several."""
         return self.device_name(self.current_device())
 
-    @abstractmethod
     def device_count(self) -> int:
         """Number of devices that this process may use; asking must not create a device context."""
+        return int(self._call("device_count"))
 
-    @abstractmethod
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait until all work queued on the device is done."""
+        self._call("synchronize", device_index)
 
     # ---- random numbers -------------------------------------------------------------------------------------
 
@@ -100,67 +169,73 @@ class DeepSpeedAccelerator(ABC):
         """torch's module of random-number functions."""
         return torch.random
 
-    @abstractmethod
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         """Put the device's generator into a state that `get_rng_state` returned."""
+        self._call("set_rng_state", device_index, new_state)
 
-    @abstractmethod
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         """State of the device's generator, a byte tensor on the host."""
+        state: torch.Tensor = self._call("get_rng_state", device_index)
+        return state
 
-    @abstractmethod
     def manual_seed(self, seed: int) -> None:
         """Seed the current device's generator."""
+        self._need("manual_seed")(seed)
 
-    @abstractmethod
     def manual_seed_all(self, seed: int) -> None:
         """Seed the generators of all devices of this kind."""
+        self._need("manual_seed_all")(seed)
 
-    @abstractmethod
     def initial_seed(self) -> int:
         """The seed last given to the current device's generator."""
+        return int(self._call("initial_seed"))
 
-    @abstractmethod
     def default_generator(self, device_index: int) -> torch.Generator:
         """The generator that random functions use on this device."""
+        self._call("init")  # the generators exist only after it
+        generator: torch.Generator = self._need("default_generators")[device_index]
+        return generator
 
     # ---- streams and events ---------------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def Stream(self) -> Any:
         """The stream class, or None where the device has no streams."""
+        return self._need("Stream") if self.has_streams else None
 
-    @abstractmethod
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """A context in which work is queued on `stream`; None changes nothing."""
+        if stream is None or not self.has_streams:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._need("stream")(stream)
+        return context
 
-    @abstractmethod
     def current_stream(self, device_index: int | None = None) -> Any:
         """The stream that work is queued on now, or None where the device has no streams."""
+        return self._call("current_stream", device_index) if self.has_streams else None
 
-    @abstractmethod
     def default_stream(self, device_index: int | None = None) -> Any:
         """The device's default stream, or None where the device has no streams."""
+        return self._call("default_stream", device_index) if self.has_streams else None
 
     @property
-    @abstractmethod
     def Event(self) -> Any:
         """The event class: record, wait, query, synchronize, elapsed_time (milliseconds)."""
+        return self._need("Event")
 
     # ---- memory, in bytes -----------------------------------------------------------------------------------
 
-    @abstractmethod
     def empty_cache(self) -> None:
         """Give memory that the allocator keeps but does not use back to the system."""
+        self._call("empty_cache")
 
-    @abstractmethod
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes that tensors hold now."""
+        return int(self._call("memory_allocated", device_index))
 
-    @abstractmethod
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """Most bytes that tensors held since the last reset."""
+        return int(self._call("max_memory_allocated", device_index))
 
     def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
         """Start the peak of `max_memory_allocated` anew, and with it all others."""
@@ -178,39 +253,50 @@ class DeepSpeedAccelerator(ABC):
         """Start the peak of `max_memory_reserved` anew, and with it all others."""
         self.reset_peak_memory_stats(device_index)
 
-    @abstractmethod
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         """The allocator's counters, named as `torch.cuda.memory_stats` names them."""
+        return dict(self._call("memory_stats", device_index))
 
-    @abstractmethod
+    def _four_stats(self) -> dict[str, Any]:
+        """The counters of a device whose allocator keeps none, under torch's names."""
+        return {
+            "allocated_bytes.all.current": self.memory_allocated(),
+            "allocated_bytes.all.peak": self.max_memory_allocated(),
+            "reserved_bytes.all.current": self.memory_reserved(),
+            "reserved_bytes.all.peak": self.max_memory_reserved(),
+        }
+
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Start all peaks anew."""
+        self._call("reset_peak_memory_stats", device_index)
 
-    @abstractmethod
     def memory_reserved(self, device_index: int | None = None) -> int:
         """Bytes that the allocator holds, used or not."""
+        return int(self._call("memory_reserved", device_index))
 
-    @abstractmethod
     def max_memory_reserved(self, device_index: int | None = None) -> int:
         """Most bytes that the allocator held since the last reset."""
+        return int(self._call("max_memory_reserved", device_index))
 
-    @abstractmethod
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes that the device has."""
+        index = self.current_device() if device_index is None else device_index
+        return int(self._need("get_device_properties")(index).total_memory)
 
-    @abstractmethod
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes that this process can still allocate: free on the device, or reserved and unused."""
+        free, _ = self._call("mem_get_info", device_index)
+        return int(free) + self.memory_reserved(device_index) - self.memory_allocated(device_index)
 
     # ---- dtypes ---------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def is_bf16_supported(self) -> bool:
         """True if bfloat16 can be computed with."""
+        return bool(self._call("is_bf16_supported"))
 
-    @abstractmethod
     def is_fp16_supported(self) -> bool:
         """True if float16 can be computed with."""
+        return True
 
     def is_fp64_supported(self) -> bool:
         """True if float64 can be computed with."""
@@ -227,9 +313,9 @@ class DeepSpeedAccelerator(ABC):
 
     # ---- misc -----------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def is_available(self) -> bool:
         """True if at least one device can be used; asking must not create a device context."""
+        return bool(self._call("is_available"))
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
         """Open a named range for the device's profiler; nothing where none takes ranges through torch."""
@@ -239,9 +325,13 @@ class DeepSpeedAccelerator(ABC):
         """Close the range opened last."""
         return
 
-    @abstractmethod
     def lazy_call(self, callback: Callable[[], Any]) -> None:
         """Run `callback` once the device is initialised: now, or when that happens."""
+        queue = self._find("_lazy_call")
+        if queue is None:
+            callback()
+        else:
+            queue(callback)
 
     def communication_backend_name(self) -> str:
         """Name of the torch.distributed backend for tensors on this device."""
@@ -259,15 +349,20 @@ class DeepSpeedAccelerator(ABC):
 
     def is_current_stream_capturing(self) -> bool:
         """True while work on the current stream is recorded into a graph."""
-        return False
+        asked = self._find("is_current_stream_capturing")
+        return asked is not None and bool(asked())
 
-    @abstractmethod
     def create_graph(self) -> Any:
         """An empty graph, or None where the device has no graphs."""
+        graph = self._find(self.graph_class) if self.graph_class else None
+        return None if graph is None else graph()
 
-    @abstractmethod
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
         """A context in which work is recorded into `graph`; with graph None it simply runs."""
+        if graph is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._need("graph")(graph, pool=pool, stream=stream)
+        return context
 
     def replay_graph(self, graph: Any) -> None:
         """Run what was recorded; nothing for graph None."""
@@ -358,13 +453,13 @@ class DeepSpeedAccelerator(ABC):
 
     # ---- environment of launched processes ------------------------------------------------------------------
 
-    @abstractmethod
     def export_envs(self) -> list[str]:
         """Prefixes of the environment variables that remote nodes must receive."""
+        return list(self.exported)
 
-    @abstractmethod
     def visible_devices_envs(self) -> list[str]:
         """Environment variables that limit which devices a process sees."""
+        return list(self.visible)
 
     def set_visible_devices_envs(
         self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int | str]
@@ -375,10 +470,18 @@ class DeepSpeedAccelerator(ABC):
 
     # ---- compile --------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def get_compile_backend(self) -> str:
         """The torch.compile backend used by default."""
+        return self._compile_backend
 
-    @abstractmethod
     def set_compile_backend(self, backend: str) -> None:
         """Change that backend; a name that torch does not know is an error."""
+        from torch._dynamo import list_backends  # seconds to import, and only needed here
+
+        known = sorted({*list_backends(exclude_tags=()), self.compile_backend})
+        if backend not in known:
+            raise UnknownNameError(
+                f"torch.compile backend {backend!r} is unknown to torch {torch.__version__}; use one of "
+                f"{', '.join(known)}, or register it with torch._dynamo.register_backend first"
+            )
+        self._compile_backend = backend

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.accelerator.generic import GenericAccelerator
+from deepspeed.accelerator.interface import DeepSpeedAccelerator
 
 __all__ = [
     "HPU_Accelerator",
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-class XPU_Accelerator(GenericAccelerator):
+class XPU_Accelerator(DeepSpeedAccelerator):
     """torch.xpu; collectives by torch's own XCCL where it was built in, else by the oneCCL bindings."""
 
     name = "xpu"
@@ -46,7 +46,7 @@ class XPU_Accelerator(GenericAccelerator):
         return self.is_available() and find_spec("triton") is not None
 
 
-class HPU_Accelerator(GenericAccelerator):
+class HPU_Accelerator(DeepSpeedAccelerator):
     """torch.hpu, which habana_frameworks adds; a process owns one device, and the runtime orders work by data."""
 
     name = "hpu"
@@ -86,7 +86,7 @@ class HPU_Accelerator(GenericAccelerator):
         return int(self._call("mem_get_info")[1])
 
 
-class MLU_Accelerator(GenericAccelerator):
+class MLU_Accelerator(DeepSpeedAccelerator):
     """torch.mlu, which the package torch_mlu adds."""
 
     name = "mlu"
@@ -97,7 +97,7 @@ class MLU_Accelerator(GenericAccelerator):
     visible = ("MLU_VISIBLE_DEVICES",)
 
 
-class NPU_Accelerator(GenericAccelerator):
+class NPU_Accelerator(DeepSpeedAccelerator):
     """torch.npu, which the package torch_npu adds."""
 
     name = "npu"
@@ -108,7 +108,7 @@ class NPU_Accelerator(GenericAccelerator):
     visible = ("ASCEND_RT_VISIBLE_DEVICES",)
 
 
-class SDAA_Accelerator(GenericAccelerator):
+class SDAA_Accelerator(DeepSpeedAccelerator):
     """torch.sdaa, which the package torch_sdaa adds."""
 
     name = "sdaa"
@@ -118,7 +118,7 @@ class SDAA_Accelerator(GenericAccelerator):
     visible = ("SDAA_VISIBLE_DEVICES",)
 
 
-class MPS_Accelerator(GenericAccelerator):
+class MPS_Accelerator(DeepSpeedAccelerator):
     """torch.mps; its allocator keeps no peaks, so they are those seen by the calls here."""
 
     name = "mps"

@@ -70,7 +70,6 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/pipe/module.py::__init__": "the public signature, and three options of ours",
     "deepspeed/runtime/engine.py::DeepSpeedEngine": "the public contract fixes the methods",
     "deepspeed/accelerator/interface.py::DeepSpeedAccelerator": "the public contract fixes the methods",
-    "deepspeed/accelerator/generic.py::GenericAccelerator": "the public contract fixes the methods",
     "deepspeed/accelerator/cpu.py::CPU_Accelerator": "the public contract fixes the methods",
 }
 

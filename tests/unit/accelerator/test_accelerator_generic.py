@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.accelerator import cuda as cuda_home
 from deepspeed.accelerator.cuda import CUDA_Accelerator
-from deepspeed.accelerator.generic import GenericAccelerator
+from deepspeed.accelerator.interface import DeepSpeedAccelerator
 from deepspeed.accelerator.vendors import (
     HPU_Accelerator,
     MLU_Accelerator,
@@ -257,20 +257,20 @@ def test_a_vendor_package_that_is_not_installed_is_named(home):
 
 
 def test_a_vendor_package_that_fails_to_import_is_told(monkeypatch):
-    monkeypatch.setattr("deepspeed.accelerator.generic.find_spec", lambda name: object())
+    monkeypatch.setattr("deepspeed.accelerator.interface.find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     assert NPU_Accelerator.why_unavailable().startswith("importing torch_npu failed: ")
 
 
 def test_a_vendor_package_without_a_device_is_told(fake, monkeypatch):
-    monkeypatch.setattr("deepspeed.accelerator.generic.find_spec", lambda name: object())
+    monkeypatch.setattr("deepspeed.accelerator.interface.find_spec", lambda name: object())
     assert NPU_Accelerator.why_unavailable() is None
     fake.facts["is_available"] = False
     assert NPU_Accelerator.why_unavailable() == "torch.npu finds no usable device"
 
 
 def test_a_device_that_torch_does_not_know():
-    other = type("Other", (GenericAccelerator,), {"name": "nosuch", "backend": "gloo"})
+    other = type("Other", (DeepSpeedAccelerator,), {"name": "nosuch", "backend": "gloo"})
     assert "has no module torch.nosuch" in other.why_unavailable()
     with pytest.raises(AcceleratorError, match="install a torch build"):
         other().synchronize()

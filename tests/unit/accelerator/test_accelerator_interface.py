@@ -10,6 +10,7 @@ from deepspeed.accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.cpu import CPU_Accelerator
 from deepspeed.accelerator.cuda import CUDA_Accelerator
 from deepspeed.accelerator.detect import BUILT_IN, _built_in
+from deepspeed.errors import AcceleratorError
 
 TABLE = """
     is_synchronized_device() use_host_timers() resolves_data_dependency() handles_memory_backpressure()
@@ -66,9 +67,16 @@ def test_properties(home):
         assert isinstance(inspect.getattr_static(home, name), property), name
 
 
+# What a class of a device states of itself.
+FACTS = {
+    *("name", "backend", "package", "one_device", "has_streams", "graph_class", "compile_backend", "exported"),
+    *("visible", "why_unavailable"),
+}
+
+
 def test_the_contract_has_nothing_else():
     own = {name for name in vars(DeepSpeedAccelerator) if not name.startswith("_")}
-    assert own == {row.partition("(")[0] for row in METHODS} | set(PROPERTIES)
+    assert own == {row.partition("(")[0] for row in METHODS} | set(PROPERTIES) | FACTS
 
 
 def test_every_built_in_class_is_complete_and_named_as_users_know_it():
@@ -84,10 +92,16 @@ def test_an_old_third_party_class_without_the_late_methods_still_works():
     late = {
         "is_fp64_supported": True,
         "prefer_triton_grouped_mm": False,
-        "is_current_stream_capturing": False,
         "pin_memory_alignment": 64,
     }
-    old = type("Old", (DeepSpeedAccelerator,), dict.fromkeys(DeepSpeedAccelerator.__abstractmethods__))()
+
+    class Old(DeepSpeedAccelerator):
+        def __init__(self):
+            super().__init__()
+            self._name, self._communication_backend_name = "old", "gloo"
+
+    old = Old()
+    assert (old.device_name(1), old.communication_backend_name()) == ("old:1", "gloo")
     for name, answer in late.items():
         assert getattr(old, name)() == answer
     assert old.register_host_memory(4096, 1) is False
@@ -95,9 +109,10 @@ def test_an_old_third_party_class_without_the_late_methods_still_works():
     assert old.unpin_memory(None) is None
 
 
-def test_an_incomplete_class_cannot_be_made():
-    with pytest.raises(TypeError, match="abstract"):
-        type("Half", (DeepSpeedAccelerator,), {})()
+def test_what_neither_the_class_nor_torch_has_is_an_error_that_names_the_device():
+    old = type("Old", (DeepSpeedAccelerator,), {"name": "nosuch"})()
+    with pytest.raises(AcceleratorError, match="no device module 'nosuch'"):
+        old.device_count()
 
 
 def test_cuda_and_cpu_answer_the_environment_questions_without_a_device():
