@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from deepspeed.config.deepspeed_config import data_parallel_ranks, implied_ranks
 from deepspeed.config.explain import ExplainedValue, batch_values, json_schema, readers_of, rows
@@ -80,7 +81,9 @@ def _explain(given: argparse.Namespace) -> int:
             {"key": row.path, "value": row.value, "origin": row.origin, "readers": readers_of(row.path)}
             for row in shown
         ]
-        sys.stdout.write(json.dumps(table, indent=2, default=_plain) + "\n")
+        # infinity and NaN become text: JSON has no such numbers, and other programs read this
+        strict = json.loads(json.dumps(table, default=_plain), parse_constant=str)
+        sys.stdout.write(json.dumps(strict, indent=2) + "\n")
     else:
         _print(shown, f"{given.file} on {ranks} data-parallel rank{'s' if ranks != 1 else ''}")
     for problem in (*unbuilt(loaded.schema), *keys_without_effect(loaded.schema, loaded.given)):
@@ -118,11 +121,13 @@ def _print(shown: list[ExplainedValue], title: str) -> None:
 
 def _schema(given: argparse.Namespace) -> int:
     text = json.dumps(json_schema(), indent=2) + "\n"
-    if given.output:
-        with open(given.output, "w", encoding="utf-8") as file:
-            file.write(text)
-    else:
+    if not given.output:
         sys.stdout.write(text)
+        return 0
+    try:
+        Path(given.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DeepSpeedConfigError(f"--output {given.output} cannot be written: {error.strerror}") from error
     return 0
 
 

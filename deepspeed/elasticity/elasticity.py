@@ -45,6 +45,8 @@ def compute_elastic_config(
     if not section.enabled:
         raise ElasticityConfigError("elasticity.enabled is false; set it to true", path="elasticity.enabled")
     _check_version(target_deepspeed_version)
+    if world_size < 0:
+        raise ElasticityConfigError(f"the world size is {world_size}; give a number of GPUs from 1 on, or 0 for none")
     gpus = world_size or _world_of_environment()
     if not gpus and (section.version >= 0.2 or return_microbatch):
         raise ElasticityConfigError(

@@ -173,3 +173,15 @@ def test_check_takes_the_ranks_that_the_sizes_speak_of(write):
     assert main(["check", write(sizes), "--world-size", "8"]) == 0
     assert main(["check", write(sizes), "--world-size", "4"]) == 1
     assert main(["check", write({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 4})]) == 1
+
+
+def test_a_schema_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys):
+    target = tmp_path / "no" / "ds.schema.json"
+    assert main(["schema", "--output", str(target)]) == 1
+    assert f"--output {target} cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_json_of_infinity_is_read_by_strict_readers(write, capsys):
+    assert main(["explain", write({"train_batch_size": 8, "steps_per_print": float("inf")}), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert {row["key"]: row["value"] for row in rows}["steps_per_print"] == "Infinity"

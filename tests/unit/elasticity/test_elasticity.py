@@ -90,4 +90,6 @@ def test_the_tool(tmp_path, capsys):
     assert "micro_batch_size .... 17" in capsys.readouterr().out
     assert main(["-c", str(path), "-w", "65"]) == 1
     assert "ds_elastic: error: elasticity" in capsys.readouterr().err
+    assert main(["-c", str(path), "-w", "-3"]) == 1
+    assert "the world size is -3" in capsys.readouterr().err
     assert main(["-c", str(tmp_path / "none.json")]) == 1
