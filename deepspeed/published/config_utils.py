@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -57,35 +56,6 @@ class DeepSpeedConfigModel(BaseModel):
         if last in home.model_fields_set:
             raise DeepSpeedConfigError(f"both {name!r} and {new!r} are given; keep {new!r}", path=name)
         setattr(home, last, convert(getattr(self, name)))
-
-
-class DeepSpeedConfigObject:
-    """Base of plain objects that hold a part of a config; they print as JSON."""
-
-    def repr(self) -> dict[str, Any]:
-        """The attributes."""
-        return self.__dict__
-
-    def __repr__(self) -> str:
-        return json.dumps(self.__dict__, sort_keys=True, indent=4, default=repr)
-
-
-class DeepSpeedNebulaConfig(DeepSpeedConfigObject):
-    """The section `nebula` of a config dict, for scripts that read it."""
-
-    def __init__(self, param_dict: Mapping[str, Any]) -> None:
-        section: Mapping[str, Any] = param_dict.get("nebula") or {}
-        self.enabled = section.get("enabled", False)
-        self.persistent_storage_path = section.get("persistent_storage_path")
-        self.persistent_time_interval = section.get("persistent_time_interval", 100)
-        self.num_of_version_in_retention = section.get("num_of_version_in_retention", 2)
-        self.enable_nebula_load = section.get("enable_nebula_load", True)
-        self.load_path = section.get("nebula_load_path")
-
-
-def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
-    """A value of a dict, or the default."""
-    return param_dict.get(param_name, param_default_value)
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

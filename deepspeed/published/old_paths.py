@@ -171,7 +171,6 @@ SPLIT: dict[str, dict[str, str]] = {
         "deepspeed.config.monitor",
         "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig",
     ),
-    "deepspeed.nebula.config": {"DeepSpeedNebulaConfig": "deepspeed.published.config_utils"},
     "deepspeed.ops.adam.multi_tensor_apply": {"MultiTensorApply": "deepspeed.published.runtime_names"},
     "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "deepspeed.runtime.base_optimizer:ZeroOptimizer"},
     "deepspeed.runtime.comm.coalesced_collectives": {
@@ -194,7 +193,7 @@ SPLIT: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.config_utils": names_at(
         "deepspeed.published.config_utils",
-        "DeepSpeedConfigModel DeepSpeedConfigObject dict_raise_error_on_duplicate_keys get_scalar_param",
+        "DeepSpeedConfigModel dict_raise_error_on_duplicate_keys",
     ),
     "deepspeed.runtime.fp16.fused_optimizer": {
         "FP16_Optimizer": "deepspeed.runtime.base_optimizer:MixedPrecisionOptimizer",
@@ -395,6 +394,7 @@ REMOVED: dict[str, str] = {
     "deepspeed.moe.ep_router": _EXPERTS,
     "deepspeed.moe.ep_tp_dispatch": _EXPERTS,
     "deepspeed.moe.fused_expert_layout": _EXPERTS,
+    "deepspeed.nebula": "read the section of the config's dict",
     "deepspeed.ops.op_builder.*": "import builders from deepspeed.ops.op_builder",
     "deepspeed.ops.op_builder.UtilsBuilder": "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors",
     "deepspeed.ops.op_builder.builder.*": "subclass OpBuilder, which compiles CUDA sources too",
@@ -405,6 +405,7 @@ REMOVED: dict[str, str] = {
     "deepspeed.runtime.checkpoint_engine.utils": "assign a CheckpointEngine of your own to engine.checkpoint_engine",
     "deepspeed.runtime.compiler": "use torch.compiler, or engine.compile()",
     "deepspeed.runtime.config.*": "read the attributes of deepspeed.DeepSpeedConfig",
+    "deepspeed.runtime.config_utils.*": "read a dict's keys with get; DeepSpeedConfigModel declares configs",
     "deepspeed.runtime.constants": "write keys of the config as text; DeepSpeedConfig knows the defaults",
     "deepspeed.runtime.domino.async_linear": "use DominoTransformer, or tensor_parallel.tp_overlap_comm in the config",
     "deepspeed.runtime.lr_schedules.*": "give type and params of a schedule in the config's scheduler section",

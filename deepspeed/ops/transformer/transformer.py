@@ -20,7 +20,7 @@ from deepspeed.errors import UsageError
 from deepspeed.ops.model.gated import bias_gelu
 from deepspeed.ops.model.norm import layer_norm
 
-__all__ = ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer", "TransformerConfig"]
+__all__ = ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"]
 
 _GIVEN = 8  # initial weights and biases: query, key, value, attention's output and norm, inner, output, norm
 
@@ -215,24 +215,7 @@ class DeepSpeedTransformerLayer(nn.Module):
 
 
 @dataclass(eq=False)
-class TransformerConfig:
-    """The shape of a model's layers."""
-
-    batch_size: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    attn_dropout_ratio: float
-    hidden_dropout_ratio: float
-    num_hidden_layers: int
-    initializer_range: float
-
-    def __post_init__(self) -> None:
-        self.layer_id = -1
-
-
-@dataclass(eq=False)
-class DeepSpeedTransformerConfig(TransformerConfig):
+class DeepSpeedTransformerConfig:
     """Options of `DeepSpeedTransformerLayer`.
 
     `normalize_invertible` and `gelu_checkpoint` compute the results of norms and of GELU again in backward,
@@ -263,7 +246,7 @@ class DeepSpeedTransformerConfig(TransformerConfig):
     training: bool = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.layer_id = -1
         self.test_gemm = False
         if self.intermediate_size <= 0:
             self.intermediate_size = 4 * self.hidden_size

@@ -6,12 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from deepspeed.runtime.config_utils import (
-    DeepSpeedConfigModel,
-    DeepSpeedConfigObject,
-    dict_raise_error_on_duplicate_keys,
-    get_scalar_param,
-)
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel, dict_raise_error_on_duplicate_keys
 from pydantic import Field, ValidationError
 
 from deepspeed.errors import DeepSpeedConfigError
@@ -66,17 +61,7 @@ def test_a_deprecated_field_and_its_successor_contradict():
         Serving(old_size=2, size=3)
 
 
-def test_plain_objects_print_as_json():
-    class Part(DeepSpeedConfigObject):
-        def __init__(self) -> None:
-            self.rate = 0.5
-
-    assert json.loads(str(Part())) == {"rate": 0.5}
-
-
 def test_dicts():
-    assert get_scalar_param({"a": 1}, "a", 2) == 1
-    assert get_scalar_param({}, "a", 2) == 2
     assert json.loads('{"a": 1, "b": 2}', object_pairs_hook=dict_raise_error_on_duplicate_keys) == {"a": 1, "b": 2}
     with pytest.raises(ValueError, match="duplicate keys in the config: 'a'"):
         json.loads('{"a": 1, "a": 2}', object_pairs_hook=dict_raise_error_on_duplicate_keys)
