@@ -288,10 +288,12 @@ def widths_of(schema: Schema) -> Widths:
 
 
 def needs_of(schema: Schema, world: int) -> BytesPerParameter:
-    """The bytes of a parameter on each of `world` ranks."""
+    """The bytes of a parameter on each of `world` ranks; layers that ranks share are taken to be the whole model."""
     zero, widths = schema.zero_optimization, widths_of(schema)
-    stage = int(zero.stage)
-    part = {role: 1 / world if stage >= first else 1.0 for role, first in (("states", 1), ("grads", 2), ("params", 3))}
+    stage, slices = int(zero.stage), schema.axis_sizes["tp"]
+    shards = zero.mics_shard_size if zero.mics_shard_size > 0 else max(world // slices, 1)
+    first = {"states": 1, "grads": 2, "params": 3}
+    part = {role: 1 / (slices * (shards if stage >= least else 1)) for role, least in first.items()}
     states = (widths.master + widths.optimizer) * part["states"]
     params, grads = widths.param * part["params"], widths.grad * part["grads"]
     held = dict.fromkeys((OffloadDeviceEnum.none, OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme), 0.0)

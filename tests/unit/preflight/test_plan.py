@@ -26,9 +26,10 @@ GB = 10**9
 MODEL = 10_000_000
 
 
-def schema(stage=0, *, optimizer="AdamW", bf16=True, steps=1, params=None, **zero):
+def schema(stage=0, *, optimizer="AdamW", bf16=True, steps=1, params=None, tensor_parallel=None, **zero):
     return load(
         {
+            "tensor_parallel": tensor_parallel,
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": steps,
             "bf16": {"enabled": bf16},
@@ -45,6 +46,17 @@ def test_without_offload_it_is_what_the_exact_arithmetic_says(stage, world, bf16
     found = needs_of(made, world)
     assert found.device * MODEL == pytest.approx(exact.total, rel=1e-4)
     assert found.host == found.disk == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_layers_that_ranks_share_are_divided_at_every_stage(stage):
+    alone, shared = needs_of(schema(stage), 2), needs_of(schema(stage, tensor_parallel={"autotp_size": 4}), 8)
+    assert shared.device == pytest.approx(alone.device / 4)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_shards_of_mics_are_those_of_a_smaller_world(stage):
+    assert needs_of(schema(stage, mics_shard_size=4), 16) == needs_of(schema(stage), 4)
 
 
 @pytest.mark.parametrize(
