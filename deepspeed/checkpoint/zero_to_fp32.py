@@ -15,30 +15,8 @@ from pathlib import Path
 from deepspeed.checkpoint.formats.consolidate import DTYPES, fp32_weights, parse_size, write_shards
 from deepspeed.checkpoint.formats.detect import find_tag, open_checkpoint
 from deepspeed.checkpoint.storage.durable import gibibytes
-from deepspeed.errors import CheckpointError, printable
-
-
-class _Progress:
-    """How much is written, on standard error, now and then: a line that is redrawn, or lines in a file."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._every = 0.5 if self._terminal else 10.0
-        self._started = self._last = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() >= self._last + self._every:
-            self._last = time.monotonic()
-            sys.stderr.write(f"{done / max(total, 1):4.0%} of {gibibytes(total)}" + ("\r" if self._terminal else "\n"))
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started
-
-
-def _say(text: object) -> None:
-    """A line on standard error; what a name in a file could tell the terminal is spelled out."""
-    sys.stderr.write(printable(text).replace("\n", "\\n") + "\n")
+from deepspeed.checkpoint.tools import bar, tell
+from deepspeed.errors import CheckpointError
 
 
 def check_output(output: Path, folder: Path) -> None:
@@ -68,23 +46,32 @@ def main(arguments: Sequence[str] | None = None, *, choose_dtype: bool = False) 
     except Exception as error:  # whatever a checkpoint of a stranger makes go wrong
         if options.debug:
             raise
-        _say(f"{parser.prog}: {type(error).__name__}: {error}")
+        tell(f"{parser.prog}: {type(error).__name__}: {error}", stderr=True)
         sys.exit(1)
 
 
 def _convert(options: argparse.Namespace) -> None:
+    started = time.monotonic()
     folder = find_tag(options.checkpoint_dir, options.tag)
     check_output(options.output_dir, folder)
     parse_size(options.max_shard_size)
     source = open_checkpoint(folder, verify=False)
     tensors = fp32_weights(source, exclude_frozen=options.exclude_frozen_parameters)
     world = source.world if source.stage else 1
-    _say(f"{ascii(str(folder))[1:-1]}: stage {source.stage}, {world} ranks, {len(tensors)} tensors")
+    tell(f"{folder}: stage {source.stage}, {world} ranks, {len(tensors)} tensors", stderr=True)
     for name, tensor in tensors.items() if options.debug else ():
-        _say(f"  {ascii(name)[1:-1]} {tuple(tensor.shape)}: {tensor.parts()}")
-    progress = _Progress()
-    plan = write_shards(options.output_dir, tensors, source.aliases, limit=options.max_shard_size, progress=progress,
-                        safe=options.safe_serialization, dtype=DTYPES[options.dtype])  # fmt: skip
+        tell(f"  {name} {tuple(tensor.shape)}: {tensor.parts()}", stderr=True)
+    with bar("bytes") as progress:
+        plan = write_shards(
+            options.output_dir,
+            tensors,
+            source.aliases,
+            limit=options.max_shard_size,
+            safe=options.safe_serialization,
+            dtype=DTYPES[options.dtype],
+            progress=progress,
+        )
     first, *more = (str(options.output_dir / file) for file in plan.shards)
     files = f"{first} and {len(more)} more, with an index" if more else first
-    _say(f"wrote {files}: tag {folder.resolve().name}, {gibibytes(plan.total)} in {progress.seconds:.1f} s")
+    tag, seconds = folder.resolve().name, time.monotonic() - started
+    tell(f"wrote {files}: tag {tag}, {gibibytes(plan.total)} in {seconds:.1f} s", stderr=True)

@@ -127,15 +127,6 @@ def test_the_script_says_what_it_wrote(tmp_path, capsys, more):
     assert re.fullmatch(rf"wrote {what}: tag global_step3, \d+\.\d KiB in \d+\.\d s", lines[1])
 
 
-def test_progress_in_a_file_is_a_line_now_and_then(capsys):
-    progress = script._Progress()
-    for every, expected in ((1000.0, []), (0.0, [" 50% of 6.0 MiB", "100% of 6.0 MiB"])):
-        progress._every = every
-        progress(3 * 2**20, 6 * 2**20)
-        progress(6 * 2**20, 6 * 2**20)
-        assert capsys.readouterr().err.splitlines() == expected
-
-
 @pytest.mark.slow
 def test_the_scripts_beside_a_checkpoint(tmp_path):
     shutil.copytree(FIXTURES / "stage3_fp16", tmp_path / "run")
