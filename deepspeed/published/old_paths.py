@@ -220,7 +220,7 @@ SPLIT: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.state_dict_factory": names_at(
         "deepspeed.published.state_dict_factory",
-        "MegatronSDLoader SDLoaderBase SDLoaderFactory",
+        "MegatronSDLoader SDLoaderFactory",
     ),
     "deepspeed.runtime.tensor_parallel.config": names_at("deepspeed.config.parallel", "TPConfig TPTrainingConfig"),
     "deepspeed.runtime.utils": {
@@ -410,6 +410,7 @@ REMOVED: dict[str, str] = {
     "deepspeed.runtime.domino.async_linear": "use DominoTransformer, or tensor_parallel.tp_overlap_comm in the config",
     "deepspeed.runtime.lr_schedules.*": "give type and params of a schedule in the config's scheduler section",
     "deepspeed.runtime.sparse_tensor": "set sparse_gradients in the config; gradients are sparse tensors of torch",
+    "deepspeed.runtime.state_dict_factory.SDLoaderBase": "use MegatronSDLoader, which has all of its methods",
     "deepspeed.runtime.tensor_parallel.init_utils": "read the attributes of deepspeed.DeepSpeedConfig",
     "deepspeed.runtime.tensor_parallel.tp_manager": "use deepspeed.tp_model_init",
     "deepspeed.runtime.torch_autocast": "set torch_autocast in the config; engine.torch_autocast_dtype() tells it",

@@ -8,7 +8,6 @@ weights are cut along dim 1 and their biases are whole; query, key and value lie
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ class SDLoaderFactory:
     @staticmethod
     def get_sd_loader_json(
         json_file: str | Mapping[str, Any], checkpoint_engine: CheckpointEngine | None = None
-    ) -> SDLoaderBase | Mapping[str, Any]:
+    ) -> MegatronSDLoader | Mapping[str, Any]:
         """The loader of a JSON file or dict with `type`, `checkpoints` and `version`.
 
         As in DeepSpeed, the types that its inference engine reads by itself come back as they are.
@@ -49,15 +48,18 @@ class SDLoaderFactory:
         checkpoint_engine: CheckpointEngine | None = None,
         sd_type: str = "Megatron",
         version: float | None = None,
-    ) -> SDLoaderBase:
+    ) -> MegatronSDLoader:
         """The loader of a list of files, one for each tensor-parallel rank that saved."""
         if sd_type.lower() != "megatron":
             raise UsageError(f"sd_type is {sd_type!r}; checkpoints of type 'Megatron' are known")
         return MegatronSDLoader(ckpt_list, version, checkpoint_engine)
 
 
-class SDLoaderBase(ABC):
-    """A list of files, and what one rank of any number needs of them."""
+class MegatronSDLoader:
+    """A list of Megatron-LM's files, and what one rank of any number needs of them.
+
+    `version` 0 has all queries before all keys, 1.0 and 2.0 lie head by head.
+    """
 
     def __init__(
         self, ckpt_list: Sequence[str], version: float | None, checkpoint_engine: CheckpointEngine | None = None
@@ -153,22 +155,6 @@ class SDLoaderBase(ABC):
                 f"{self.ckpt_list[0]} is one of {saved} tensor-parallel files, and {len(self.ckpt_list)} are listed"
             )
 
-    @abstractmethod
-    def merge_state_dict(self, mp_world_size: int, mp_rank: int) -> StateDict:
-        """The state dict of a rank of fewer than there are files."""
-
-    @abstractmethod
-    def split_state_dict(self, mp_world_size: int, mp_rank: int) -> StateDict:
-        """The state dict of a rank of more than there are files."""
-
-    @abstractmethod
-    def sanity_check(self, ckpt_file_name: str) -> None:
-        """Raise if the layers that are cut are not in the file under the names that are known."""
-
-
-class MegatronSDLoader(SDLoaderBase):
-    """Files of Megatron-LM; `version` 0 has all queries before all keys, 1.0 and 2.0 lie head by head."""
-
     def merge_query_key_value(self, param_list: Sequence[Tensor], ckpt_ver: float) -> Tensor:
         """The joined parts of several ranks."""
         if self._by_head(ckpt_ver):
@@ -189,6 +175,7 @@ class MegatronSDLoader(SDLoaderBase):
         return version != 0
 
     def merge_state_dict(self, mp_world_size: int, mp_rank: int) -> StateDict:
+        """The state dict of a rank of fewer than there are files."""
         files = self.get_merge_state_dicts(mp_world_size, mp_rank)
         modules = [self.get_module(each) for each in files]
         version = self.get_checkpoint_version(files[0])
@@ -203,6 +190,7 @@ class MegatronSDLoader(SDLoaderBase):
         return self.set_module(dict(files[0]), made)
 
     def split_state_dict(self, mp_world_size: int, mp_rank: int) -> StateDict:
+        """The state dict of a rank of more than there are files."""
         file, count, offset = self.get_split_state_dict(mp_world_size, mp_rank)
         version = self.get_checkpoint_version(file)
         made: StateDict = {}
@@ -215,6 +203,7 @@ class MegatronSDLoader(SDLoaderBase):
         return self.set_module(dict(file), made)
 
     def sanity_check(self, ckpt_file_name: str) -> None:
+        """Raise if the layers that are cut are not in the file under the names that are known."""
         names = self.get_module(self._read(ckpt_file_name))
         for known in (*_INPUTS_CUT, "mlp.dense_h_to_4h.weight", "mlp.dense_h_to_4h.bias", _JOINED):
             if not any(known in name for name in names):

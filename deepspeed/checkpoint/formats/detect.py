@@ -22,7 +22,7 @@ from deepspeed.checkpoint.formats.zero_files.experts import layer_of
 from deepspeed.checkpoint.formats.zero_files.file_names import CheckpointFiles, sort_files
 from deepspeed.checkpoint.formats.zero_files.flat_writer import scaler_attributes
 from deepspeed.checkpoint.formats.zero_files.reader import DeepSpeedSource, is_deepspeed
-from deepspeed.checkpoint.storage.commit import LATEST
+from deepspeed.checkpoint.storage.commit import LATEST, LATEST_UNIVERSAL
 from deepspeed.checkpoint.storage.locate import read_latest
 from deepspeed.errors import CheckpointError
 from deepspeed.fragments import DimSplit
@@ -190,10 +190,11 @@ def _alike(saved: Mapping[str, DimSplit], splits: Mapping[str, DimSplit], own: S
 
 
 def find_tag(directory: str | Path, tag: str | None = None) -> Path:
-    """The tag's directory: of `tag`, of `latest`, or `directory` itself where it is one already."""
+    """The tag's directory: of `tag`, of `latest` or `latest_universal`, or `directory` itself where it is one."""
     path = Path(directory)
-    named = read_latest(path) if tag is None else tag
-    found = path if named is None else inside(path, named, "the tag" if tag is not None else f"{path / LATEST} names")
+    pointer = next((name for name in (LATEST, LATEST_UNIVERSAL) if (path / name).exists()), LATEST)
+    named = read_latest(path, pointer) if tag is None else tag
+    found = path if named is None else inside(path, named, "the tag" if tag is not None else f"{path / pointer} names")
     if not found.is_dir():
         known = sorted(entry.name for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
         raise CheckpointError(f"{found} does not exist; {path} has {', '.join(known[:20]) or 'no tags'}")

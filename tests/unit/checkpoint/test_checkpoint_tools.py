@@ -160,6 +160,9 @@ def test_the_tag_is_found(tmp_path):
     assert find_tag(fixture("stage0_fp32")) == fixture("stage0_fp32")
     with pytest.raises(CheckpointError, match="does not exist"):
         find_tag(tmp_path, "gone")
+    (tmp_path / "uni").mkdir()
+    (tmp_path / "latest_universal").write_text("uni")
+    assert find_tag(tmp_path) == tmp_path / "uni", "what ds_to_universal leaves beside its folder"
 
 
 @pytest.mark.parametrize("safe", [True, False])
