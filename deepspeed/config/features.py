@@ -24,36 +24,32 @@ class Feature:
     """A key that asks for something this version does not have."""
 
     path: str
-    name: str
+    mark: NotBuilt
     asked: Callable[[Schema], bool]
-    instead: str = "remove the key or turn it off"
-    package: str = ""
-    """The package of others that has it."""
-    plugins: str = ""
-    """The group of entry points in which a package may bring it."""
     conditional: bool = False
     """The key exists; it is only its combination with others that does not."""
 
     @property
     def plugin(self) -> EntryPoint | None:
         """What an installed package brings for it."""
-        if not self.plugins:
+        if not self.mark.plugins:
             return None
         from importlib.metadata import entry_points  # slow to import, and seldom needed
 
-        return min(entry_points(group=self.plugins, name=self.path), key=lambda point: point.value, default=None)
+        return min(entry_points(group=self.mark.plugins, name=self.path), key=lambda point: point.value, default=None)
 
     @property
     def problem(self) -> ConfigProblem:
         """The error where it is asked for."""
-        if not self.package:
-            return ConfigProblem(self.path, f"{self.name}: not part of this version yet; {self.instead}")
-        there = "is" if find_spec(self.package) is not None else "is not"
+        mark = self.mark
+        if not mark.package:
+            return ConfigProblem(self.path, f"{mark.feature}: not part of this version yet; {mark.instead}")
+        there = "is" if find_spec(mark.package) is not None else "is not"
         why = "and which this library does not call"
-        if self.plugins:
-            why += f" (no package registers {self.path!r} as an entry point of {self.plugins})"
-        package = f"{self.name}: part of the package {self.package}, which {there} installed here, {why}"
-        return ConfigProblem(self.path, f"{package}; {self.instead}")
+        if mark.plugins:
+            why += f" (no package registers {self.path!r} as an entry point of {mark.plugins})"
+        package = f"{mark.feature}: part of the package {mark.package}, which {there} installed here, {why}"
+        return ConfigProblem(self.path, f"{package}; {mark.instead}")
 
 
 def _marked(path: str, key: Key, mark: NotBuilt) -> Feature:
@@ -68,7 +64,7 @@ def _marked(path: str, key: Key, mark: NotBuilt) -> Feature:
         on = getattr(attrgetter(parent)(schema), "enabled", True) if parent else True
         return on and value != default
 
-    return Feature(path, mark.feature, asked, mark.instead, mark.package, mark.plugins)
+    return Feature(path, mark, asked)
 
 
 def _fuses_loss(schema: Schema) -> bool:
@@ -84,19 +80,19 @@ UNBUILT: tuple[Feature, ...] = (
     ),
     Feature(
         "fused_kernels.loss",
-        "the fused loss of sequences that ranks share (sequence_parallel.attention)",
+        NotBuilt("the fused loss of sequences that ranks share (sequence_parallel.attention)"),
         lambda c: _fuses_loss(c) and c.sequence_parallel.attention is not None,
         conditional=True,
     ),
     Feature(
         "sequence_parallel.tiled_loss",
-        "tiles of a loss that is fused, and tiled by itself (fused_kernels.loss)",
+        NotBuilt("tiles of a loss that is fused, and tiled by itself (fused_kernels.loss)"),
         lambda c: _fuses_loss(c) and c.sequence_parallel.tiled_loss is not None,
         conditional=True,
     ),
     Feature(
         "expert_parallel",
-        "spread experts together with divided sequences (tensor_parallel.sequence_parallel)",
+        NotBuilt("spread experts together with divided sequences (tensor_parallel.sequence_parallel)"),
         lambda c: c.expert_parallel.enabled and c.axis_sizes["tp"] > 1 and c.tensor_parallel.sequence_parallel,
         conditional=True,
     ),
@@ -111,7 +107,7 @@ def unbuilt(schema: Schema, features: tuple[Feature, ...] = UNBUILT) -> list[Con
 
 def plugins(schema: Schema, group: str) -> list[tuple[str, EntryPoint]]:
     """What installed packages bring for keys that this config gives, by the keys."""
-    asked = [feature for feature in UNBUILT if feature.plugins == group and feature.asked(schema)]
+    asked = [feature for feature in UNBUILT if feature.mark.plugins == group and feature.asked(schema)]
     return [(each.path, found) for each in asked if (found := each.plugin) is not None]
 
 

@@ -22,12 +22,10 @@ class TensorBoardConfig(Section):
     job_name: str = key("DeepSpeedJobName", "Name of the run's folder inside output_path.")
 
 
-class CSVConfig(Section):
+class CSVConfig(TensorBoardConfig):
     """One CSV file per metric."""
 
     enabled: bool = key(False, "Whether metrics are appended to CSV files.")
-    output_path: _Folder = key("", "Parent folder; empty means the working directory.")
-    job_name: str = key("DeepSpeedJobName", "Name of the run's folder inside output_path.")
 
 
 class WandbConfig(Section):

@@ -11,12 +11,6 @@ from deepspeed.config.elasticity import PLANNED, check_planned, elastic_batch, e
 from deepspeed.errors import ElasticityConfigError, ElasticityError
 from deepspeed.log import logger
 
-__all__ = [
-    "compute_elastic_config",
-    "elasticity_enabled",
-    "ensure_immutable_elastic_config",
-]
-
 _FIRST_VERSION = (0, 3, 8)  # that knows elasticity
 
 

@@ -154,6 +154,14 @@ def _number(file: Path) -> int | None:
 
 # ---- memory
 
+
+def free_on_device(index: int) -> int | None:
+    """Bytes that are free on a device; None where ranks compute on cores, or there is no such device."""
+    accelerator = get_accelerator()
+    there = accelerator.device_name() != "cpu" and index < accelerator.device_count()
+    return accelerator.available_memory(index) if there else None
+
+
 _DEVICE_FREE = 0.9  # a driver and an empty context take a few per cent
 _HOST_FREE = 2**30  # for each rank, before it has read a weight
 
@@ -162,7 +170,6 @@ _HOST_FREE = 2**30  # for each rank, before it has read a weight
 class MemoryFact:
     """Bytes; none of a device where ranks compute on cores."""
 
-    host_total: int
     host_free: int
     device_total: int | None = None
     device_free: int | None = None
@@ -175,12 +182,9 @@ class MemoryCheck(PreflightCheck[MemoryFact]):
     fact = MemoryFact
 
     def gather(self, here: ThisRank) -> MemoryFact:
-        accelerator = get_accelerator()
-        total, free = HostMemory().total(), available_memory()
-        if accelerator.device_name() == "cpu" or here.local_rank >= accelerator.device_count():
-            return MemoryFact(total, free)
-        index = here.local_rank
-        return MemoryFact(total, free, accelerator.total_memory(index), accelerator.available_memory(index))
+        free = free_on_device(here.local_rank)
+        total = None if free is None else get_accelerator().total_memory(here.local_rank)
+        return MemoryFact(available_memory(), total, free)
 
     def judge(self, told: Sequence[RankFact[MemoryFact]]) -> list[CheckFinding]:
         found = []
@@ -339,10 +343,7 @@ class OffloadCheck(PreflightCheck[OffloadFact]):
         if schema is None:
             return OffloadFact()
         needs = needs_of(schema, here.world)
-        accelerator = get_accelerator()
-        has_device = accelerator.device_name() != "cpu" and here.local_rank < accelerator.device_count()
-        device_free = accelerator.available_memory(here.local_rank) if has_device else None
-        free = (device_free, available_memory(), *_disk(schema))
+        free = (free_on_device(here.local_rank), available_memory(), *_disk(schema))
         return OffloadFact(needs.device, needs.host, needs.disk, *free, here.options.params)
 
     def judge(self, told: Sequence[RankFact[OffloadFact]]) -> list[CheckFinding]:

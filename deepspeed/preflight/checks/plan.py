@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.discover import discover
 from deepspeed.comm.init import DEFAULT_PORT
 from deepspeed.config.memory import size_text
@@ -26,7 +25,7 @@ from deepspeed.preflight.check import (
     name_ranks,
     passed,
 )
-from deepspeed.preflight.checks.machine import available_memory
+from deepspeed.preflight.checks.machine import available_memory, free_on_device
 
 _MOST_SECONDS = 300.0
 _PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -53,9 +52,7 @@ class PlanCheck(PreflightCheck[PlanFact]):
     def gather(self, here: ThisRank) -> PlanFact:
         if here.options.model is None or here.schema is None:
             return PlanFact()
-        accelerator = get_accelerator()
-        has_device = accelerator.device_name() != "cpu" and here.local_rank < accelerator.device_count()
-        device_free = accelerator.available_memory(here.local_rank) if has_device else None
+        device_free = free_on_device(here.local_rank)
         free = device_free, available_memory()
         if here.rank:
             return PlanFact(*free)

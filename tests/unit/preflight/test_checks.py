@@ -206,7 +206,7 @@ def test_cores_have_no_such_limit():
 
 def test_memory():
     def fact(rank):
-        return MemoryFact(1000 * GB, 900 * GB, 140 * GB, 139 * GB)
+        return MemoryFact(900 * GB, 140 * GB, 139 * GB)
 
     assert good(MemoryCheck().judge(job(fact, 64)))
     odd = {13: replace(fact(13), device_free=20 * GB)}
