@@ -29,6 +29,7 @@ MOVED: dict[str, str] = {
     "deepspeed.io.mock_file_writer": "deepspeed.io.fast_file_writer",
     "deepspeed.io.py_file_writer": "deepspeed.io.fast_file_writer",
     "deepspeed.moe.mappings": "deepspeed.moe.sharded_moe",
+    "deepspeed.monitor.comet": "deepspeed.monitor.monitor",
     "deepspeed.monitor.csv_monitor": "deepspeed.monitor.monitor",
     "deepspeed.monitor.tensorboard": "deepspeed.monitor.monitor",
     "deepspeed.monitor.wandb": "deepspeed.monitor.monitor",
@@ -36,6 +37,7 @@ MOVED: dict[str, str] = {
     "deepspeed.ops.adam.cpu_adam": "deepspeed.ops.adam",
     "deepspeed.ops.adam.fused_adam": "deepspeed.ops.adam",
     "deepspeed.ops.deepspeed4science": "deepspeed.ops.evoformer",
+    "deepspeed.ops.fp_quantizer.fp8_gemm": "deepspeed.ops.fp_quantizer",
     "deepspeed.ops.lamb.fused_lamb": "deepspeed.ops.lamb",
     "deepspeed.ops.lion.cpu_lion": "deepspeed.ops.lion",
     "deepspeed.ops.lion.fused_lion": "deepspeed.ops.lion",
@@ -145,8 +147,8 @@ SPLIT: dict[str, dict[str, str]] = {
         **names_at("deepspeed.config.inference", "AllocationMode DSStateManagerConfig"),
         **names_at(
             "deepspeed.inference.v2.ragged_cache",
-            "BlockedKVCache DSSequenceDescriptor DSStateManager KVCacheConfig PlaceholderSequenceDescriptor "
-            "RaggedBatchWrapper split_kv",
+            "BlockedAllocator BlockedKVCache DSSequenceDescriptor DSStateManager KVCacheConfig "
+            "PlaceholderSequenceDescriptor RaggedBatchWrapper split_kv",
         ),
         "MemoryConfig": "deepspeed.config.inference:CacheMemoryConfig",
     },
@@ -352,12 +354,19 @@ _VENDORS = (
 )
 _EXPERTS = "the config's expert_parallel section runs the experts of a model: docs/moe.md"
 _FAMILIES = "build_hf_engine serves the models of Transformers as they are, without layers of its own"
+_INJECTED = "deepspeed.init_inference builds such layers where replace_with_kernel_inject is set"
+_PINNED = "torch.Tensor.pin_memory, and pin_memory of the offload sections"
 _SPLIT = "tensor_parallel.autotp_size and partition_config in the config split a model: docs/tensor_parallel.md"
+_WRITERS = "checkpoint.writer in the config chooses how files are written: docs/checkpoints.md"
+_ZENFLOW = "set zero_optimization.zenflow in the config"
 
 # old module, or name of a module that stays, or ".*" for all others below it → what takes its place
 REMOVED: dict[str, str] = {
     "deepspeed.checkpoint.ZeROCheckpoint": "deepspeed.checkpoint.DeepSpeedCheckpoint reads such a folder",
+    "deepspeed.checkpoint.constants.*": "write keys of files as text",
+    "deepspeed.checkpoint.ds_to_universal.*": "python -m deepspeed.checkpoint.ds_to_universal converts a folder",
     "deepspeed.checkpoint.enable_universal_checkpoint": "set checkpoint.load_universal in the config",
+    "deepspeed.checkpoint.get_model_3d_descriptor": _GRID,
     "deepspeed.checkpoint.model_3d_desc": _GRID,
     "deepspeed.checkpoint.reshape_3d_utils": _GRID,
     "deepspeed.checkpoint.reshape_meg_2d": _GRID,
@@ -377,6 +386,7 @@ REMOVED: dict[str, str] = {
     "deepspeed.inference.v2.inference_parameter": _FAMILIES,
     "deepspeed.inference.v2.inference_utils.*": _FAMILIES,
     "deepspeed.launcher.constants": "write names of launchers as text",
+    "deepspeed.launcher.multinode_runner": "deepspeed --launcher starts ranks on other hosts: docs/launching.md",
     "deepspeed.module_inject.auto_tp": _SPLIT,
     "deepspeed.module_inject.auto_tp_model_utils": _SPLIT,
     "deepspeed.module_inject.autotp_config": _SPLIT,
@@ -395,13 +405,20 @@ REMOVED: dict[str, str] = {
     "deepspeed.moe.ep_tp_dispatch": _EXPERTS,
     "deepspeed.moe.fused_expert_layout": _EXPERTS,
     "deepspeed.nebula": "read the section of the config's dict",
+    "deepspeed.ops.adam.ZenFlowSelectiveAdamW": _ZENFLOW,
+    "deepspeed.ops.adam.ZenFlowSelectiveAdamW_stage3": _ZENFLOW,
+    "deepspeed.ops.adam.zenflow_torch_adam": _ZENFLOW,
     "deepspeed.ops.op_builder.*": "import builders from deepspeed.ops.op_builder",
     "deepspeed.ops.op_builder.UtilsBuilder": "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors",
     "deepspeed.ops.op_builder.builder.*": "subclass OpBuilder, which compiles CUDA sources too",
     "deepspeed.ops.op_builder.klxpu": _VENDORS,
     "deepspeed.ops.op_builder.supa": _VENDORS,
+    "deepspeed.ops.transformer.DeepSpeedInferenceConfig": _INJECTED,
+    "deepspeed.ops.transformer.inference": _INJECTED,
     "deepspeed.ops.triton_ops": "use deepspeed.HAS_TRITON",
     "deepspeed.precision.loss_scaler.CreateLossScaler": "construct LossScaler or DynamicLossScaler",
+    "deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine": _WRITERS,
+    "deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine": _WRITERS,
     "deepspeed.runtime.checkpoint_engine.utils": "assign a CheckpointEngine of your own to engine.checkpoint_engine",
     "deepspeed.runtime.compiler": "use torch.compiler, or engine.compile()",
     "deepspeed.runtime.config.*": "read the attributes of deepspeed.DeepSpeedConfig",
@@ -409,15 +426,21 @@ REMOVED: dict[str, str] = {
     "deepspeed.runtime.constants": "write keys of the config as text; DeepSpeedConfig knows the defaults",
     "deepspeed.runtime.domino.async_linear": "use DominoTransformer, or tensor_parallel.tp_overlap_comm in the config",
     "deepspeed.runtime.lr_schedules.*": "give type and params of a schedule in the config's scheduler section",
+    "deepspeed.runtime.precision_config.*": "read the attributes of deepspeed.DeepSpeedConfig",
     "deepspeed.runtime.sparse_tensor": "set sparse_gradients in the config; gradients are sparse tensors of torch",
     "deepspeed.runtime.state_dict_factory.SDLoaderBase": "use MegatronSDLoader, which has all of its methods",
+    "deepspeed.runtime.superoffload": "set zero_optimization.offload_optimizer.super_offload in the config",
+    "deepspeed.runtime.swap_tensor": "the config's sections for offload use the disk: docs/offload.md",
     "deepspeed.runtime.tensor_parallel.init_utils": "read the attributes of deepspeed.DeepSpeedConfig",
     "deepspeed.runtime.tensor_parallel.tp_manager": "use deepspeed.tp_model_init",
     "deepspeed.runtime.torch_autocast": "set torch_autocast in the config; engine.torch_autocast_dtype() tells it",
     "deepspeed.runtime.utils.*": "the engine clips and checks gradients; torch.nn.utils clips others",
+    "deepspeed.runtime.zero.contiguous_memory_allocator": "torch's allocator keeps large segments",
     "deepspeed.runtime.zero.linear": "torch's Linear keeps no whole weight at stage 3; leave it as it is",
     "deepspeed.runtime.zero.mics.*": "deepspeed.initialize trains by zero_optimization.mics_shard_size",
     "deepspeed.runtime.zero.mics_utils": "engine.mics_shard_size() tells how many ranks share one set of shards",
+    "deepspeed.runtime.zero.parameter_offload.*": "deepspeed.initialize hooks the modules of a model",
+    "deepspeed.runtime.zero.partition_parameters.*": "use deepspeed.zero.Init and deepspeed.zero.GatheredParameters",
     "deepspeed.runtime.zero.utils": "errors are in deepspeed.errors; a sharded parameter has the attribute ds_id",
     "deepspeed.sequence.autosp_fusion": "insert the features of images before ranks divide the sequence",
     "deepspeed.sequence.cross_entropy.*": "set tensor_parallel.vocab_parallel_lm_head in the config",
@@ -427,6 +450,10 @@ REMOVED: dict[str, str] = {
     "deepspeed.set_optimizer_flags": "give parameter groups use_muon; else the engine chooses matrices for Muon",
     "deepspeed.utils.bwc": "ask the mpu itself",
     "deepspeed.utils.debug": "use model.named_parameters() and a parameter's ds_summary()",
+    "deepspeed.utils.init_distributed": "use deepspeed.init_distributed",
+    "deepspeed.utils.mixed_precision_linkage": "use safe_get_* and safe_set_* of deepspeed.utils",
+    "deepspeed.utils.pin_memory": _PINNED,
+    "deepspeed.utils.pin_memory_tracker": _PINNED,
     "deepspeed.utils.tensor_fragment.*": "use safe_get_* and safe_set_* of deepspeed.utils",
     "deepspeed.utils.timer.trim_mean": "use scipy.stats.trim_mean",
     "deepspeed.utils.torch": "compare torch.__version__",
