@@ -58,6 +58,19 @@ class DeepSpeedConfigModel(BaseModel):
         setattr(home, last, convert(getattr(self, name)))
 
 
+class DeepSpeedNebulaConfig:
+    """The section `nebula` of a config dict, for scripts that read it."""
+
+    def __init__(self, param_dict: Mapping[str, Any]) -> None:
+        section: Mapping[str, Any] = param_dict.get("nebula") or {}
+        self.enabled = section.get("enabled", False)
+        self.persistent_storage_path = section.get("persistent_storage_path")
+        self.persistent_time_interval = section.get("persistent_time_interval", 100)
+        self.num_of_version_in_retention = section.get("num_of_version_in_retention", 2)
+        self.enable_nebula_load = section.get("enable_nebula_load", True)
+        self.load_path = section.get("nebula_load_path")
+
+
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """For `json.load(object_pairs_hook=)`: the dict, or a ValueError that names keys which occur twice."""
     found = dict(ordered_pairs)

@@ -173,6 +173,7 @@ SPLIT: dict[str, dict[str, str]] = {
         "deepspeed.config.monitor",
         "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig",
     ),
+    "deepspeed.nebula.config": {"DeepSpeedNebulaConfig": "deepspeed.published.config_utils"},
     "deepspeed.ops.adam.multi_tensor_apply": {"MultiTensorApply": "deepspeed.published.runtime_names"},
     "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "deepspeed.runtime.base_optimizer:ZeroOptimizer"},
     "deepspeed.runtime.comm.coalesced_collectives": {
@@ -404,7 +405,6 @@ REMOVED: dict[str, str] = {
     "deepspeed.moe.ep_router": _EXPERTS,
     "deepspeed.moe.ep_tp_dispatch": _EXPERTS,
     "deepspeed.moe.fused_expert_layout": _EXPERTS,
-    "deepspeed.nebula": "read the section of the config's dict",
     "deepspeed.ops.adam.ZenFlowSelectiveAdamW": _ZENFLOW,
     "deepspeed.ops.adam.ZenFlowSelectiveAdamW_stage3": _ZENFLOW,
     "deepspeed.ops.adam.zenflow_torch_adam": _ZENFLOW,

@@ -59,6 +59,21 @@ def test_names_to_come_are_told_apart_from_a_broken_installation():
         importlib.import_module("deepspeed.nothing")
 
 
+def test_the_section_of_nebula_is_read():
+    from deepspeed.nebula.config import DeepSpeedNebulaConfig
+
+    found = vars(DeepSpeedNebulaConfig({"nebula": {"enabled": True, "nebula_load_path": "/old"}}))
+    assert found == {
+        "enabled": True,
+        "persistent_storage_path": None,
+        "persistent_time_interval": 100,
+        "num_of_version_in_retention": 2,
+        "enable_nebula_load": True,
+        "load_path": "/old",
+    }
+    assert not DeepSpeedNebulaConfig({}).enabled
+
+
 def test_a_module_with_names_of_others_keeps_its_source_and_its_own_errors():
     code = (
         "import inspect, deepspeed.runtime.engine as e\n"
