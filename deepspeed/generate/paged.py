@@ -59,7 +59,6 @@ _ARGUMENTS = {
     "inputs",
     "streamer",
     "synced_gpus",
-    "use_model_defaults",
 }
 
 
@@ -123,10 +122,9 @@ class PagedGenerate:
             given = {"inputs": inputs[0], **given}
         if len(inputs) > 1:
             raise _Unsuited("more than one argument is given without its name")
-        config: Any = copy.deepcopy(given.get("generation_config") or self._model.generation_config)
-        if not hasattr(config, "to_diff_dict"):
-            raise _Unsuited("the model has no generation config")
-        left = config.update(**{name: value for name, value in given.items() if name not in _ARGUMENTS})
+        config = self._generation_config(given.get("generation_config"))
+        left = config.update(**{name: value for name, value in kwargs.items() if name not in _ARGUMENTS})
+        left = {name: value for name, value in left.items() if value is not None}
         ids = given.get("input_ids", given.get("inputs"))
         if left:
             raise _Unsuited(f"it is given {', '.join(sorted(left))}")
@@ -139,6 +137,17 @@ class PagedGenerate:
         if config.use_cache is False:
             raise _Unsuited("use_cache is false")
         return self._call(config, ids, given)
+
+    def _generation_config(self, given: Any) -> Any:
+        """A copy of the call's or the model's config; what the call's does not say, the model's does."""
+        own: Any = self._model.generation_config
+        if not hasattr(own, "to_diff_dict"):
+            raise _Unsuited("the model has no generation config")
+        config = copy.deepcopy(own if given is None else given)
+        for name, value in own.to_dict().items():
+            if getattr(config, name, None) is None:
+                setattr(config, name, value)
+        return config
 
     def _call(self, config: Any, ids: Tensor, given: Mapping[str, Any]) -> _Call:
         length, rows = ids.shape[1], ids.shape[0]
@@ -162,35 +171,46 @@ class PagedGenerate:
                 f"{length} + {new} tokens are more than max_out_tokens ({self._config.max_out_tokens}), for which the "
                 "cache is made"
             )
+        most = self._positions()
+        if most is not None and length + new > most:
+            raise _Unsuited(f"{length} + {new} tokens are more than the {most} positions of the model")
         least = config.min_new_tokens or max((config.min_length or 0) - length, 0)
         sampled = bool(config.do_sample)
-        params = SamplingParams(
-            max_tokens=new,
-            min_tokens=min(int(least), new),
-            n=count,
-            temperature=_or(config.temperature, 1.0) if sampled else 0.0,
-            top_k=_or(config.top_k, 50) if sampled else 0,
-            top_p=_or(config.top_p, 1.0) if sampled else 1.0,
-            min_p=_or(config.min_p, 0.0) if sampled else 0.0,
-            repetition_penalty=_or(config.repetition_penalty, 1.0),
-            stop_token_ids=tuple(ends),
-            ignore_eos=True,
-            seed=int(torch.randint(0, 2**62, ())) if sampled else None,
-        )
+        try:
+            params = SamplingParams(
+                max_tokens=new,
+                min_tokens=min(int(least), new),
+                n=count,
+                temperature=_or(config.temperature, 1.0) if sampled else 0.0,
+                top_k=_or(config.top_k, 50) if sampled else 0,
+                top_p=_or(config.top_p, 1.0) if sampled else 1.0,
+                min_p=_or(config.min_p, 0.0) if sampled else 0.0,
+                repetition_penalty=_or(config.repetition_penalty, 1.0),
+                stop_token_ids=tuple(ends),
+                ignore_eos=True,
+            )
+        except UsageError as error:
+            raise _Unsuited(str(error)) from error
+        if sampled:
+            params = replace(params, seed=int(torch.randint(0, 2**62, ())))
         return _Call(ids, mask, prompts, params, int(pad), streamer)
 
     def _new_tokens(self, config: Any, length: int, *, given: bool) -> int:
         if config.max_new_tokens is not None:
             new = int(config.max_new_tokens)
-        elif config.max_length is None or (config.max_length == 20 and not given):  # its default, for versions
-            text = self._model.config.get_text_config()  # type: ignore[union-attr,operator]
-            most = getattr(text, "max_position_embeddings", None)
+        elif config.max_length is None or (config.max_length == type(config)().max_length and not given):
+            most = self._positions()
             new = 20 if most is None else min(20, most - length)
         else:
             new = int(config.max_length) - length
         if new < 1:
             raise _Unsuited(f"the prompt of {length} tokens leaves no room for a new one")
         return new
+
+    def _positions(self) -> int | None:
+        """The most tokens of a sequence that the model was made for, if it says so."""
+        text = self._model.config.get_text_config()  # type: ignore[union-attr,operator]
+        return getattr(text, "max_position_embeddings", None)
 
     def _run(self, call: _Call) -> Tensor:
         if call.streamer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import deepspeed
 from deepspeed.log import logger
@@ -29,10 +30,16 @@ def pair():
         {"max_length": 20, "repetition_penalty": 1.3},
         {"max_new_tokens": 30, "eos_token_id": [5, 7, 9, 11, 100, 34]},
         {"min_new_tokens": 25, "max_new_tokens": 30, "eos_token_id": [5, 7, 9, 11, 100, 34]},
+        {"max_new_tokens": 40, "eos_token_id": None},
+        {"generation_config": GenerationConfig(max_new_tokens=40)},
+        {"generation_config": GenerationConfig(max_length=20, pad_token_id=77)},
     ],
 )
 def test_greedy(pair, options):
+    """With the end and the padding of the model's own generation config, where a call does not say others."""
     engine, plain = pair
+    for each in (engine.module, plain):
+        each.generation_config.eos_token_id = 86
     found = engine.generate(input_ids=PROMPTS, attention_mask=MASK, **options)
     assert torch.equal(found, plain.generate(input_ids=PROMPTS, attention_mask=MASK, **options))
     assert engine._paged._llm is not None
@@ -86,6 +93,8 @@ def test_a_streamer(pair):
         ({"logits_processor": []}, "logits_processor"),
         ({"attention_mask": MASK.flip(1)}, "hides other tokens"),
         ({"max_new_tokens": 1020}, "more than max_out_tokens"),
+        ({"max_new_tokens": 250}, "9 + 250 tokens are more than the 256 positions"),
+        ({"do_sample": True, "top_p": 0.0}, "top_p is 0.0"),
     ],
 )
 def test_what_transformers_does(pair, options, reason):
