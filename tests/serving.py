@@ -148,7 +148,7 @@ def make_fake(options: EngineOptions) -> tuple[FakeEngine, Ready]:
     """As a server makes its engine; `options.config` has the arguments."""
     if options.config.get("broken"):
         raise ValueError("this model cannot be loaded")
-    return FakeEngine(options.config.get("pause", 0.0)), Ready(320, CONTEXT)
+    return FakeEngine(options.config.get("pause", 0.0)), Ready(320, CONTEXT, frozenset({FakeEngine.END}))
 
 
 class Served:

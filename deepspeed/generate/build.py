@@ -103,7 +103,7 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
         axis,
         text.vocab_size,
         context,
-        _eos(model),
+        eos_of(model),
         base_seed,
         SchemaGuides(),
         loaded.stream,
@@ -155,7 +155,7 @@ def _agreed(plan: CachePlan, axis: GroupMembers | None) -> CachePlan:
     return CachePlan(groups, tuple(_shared(each, axis) for each in plan.host_blocks), plan.block_bytes, plan.dtype)
 
 
-def _eos(model: nn.Module) -> frozenset[int]:
+def eos_of(model: nn.Module) -> frozenset[int]:
     config = getattr(model, "generation_config", None)
     found = getattr(config, "eos_token_id", None)
     if found is None:

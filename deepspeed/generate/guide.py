@@ -13,22 +13,30 @@ from deepspeed.errors import FeatureUnavailable, UsageError
 
 
 class SchemaGuide:
-    """One sequence's place in its grammar."""
+    """One sequence's place in its grammar; `foreign` stands for the end where the model has no token for it."""
 
-    def __init__(self, matcher: Any, bitmask: Any, vocabulary: int) -> None:
-        self._matcher, self._bitmask, self._vocabulary = matcher, bitmask, vocabulary
+    def __init__(self, matcher: Any, bitmask: Any, vocabulary: int, foreign: int | None) -> None:
+        self._matcher, self._bitmask, self._vocabulary, self._foreign = matcher, bitmask, vocabulary, foreign
 
     def mask(self) -> Tensor:
         """bool [vocabulary]: what may come next."""
         bits = self._bitmask(self._matcher)
         places = torch.arange(self._vocabulary)
-        found: Tensor = (bits[places // 32] >> (places % 32)) & 1
-        return found.bool()
+        found = ((bits[places // 32] >> (places % 32)) & 1).bool()
+        if self._foreign is not None:
+            found[self._foreign] = False
+        return found
 
     def take(self, tokens: Sequence[int]) -> None:
         """The sequence went on with these."""
         if not self._matcher.consume_tokens(list(tokens)):
             raise AssertionError(f"the schema does not allow {list(tokens)}, which its own mask let through")
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow."""
+        stopped: bool = self._matcher.is_stopped()
+        return stopped
 
 
 class SchemaGuides:
@@ -56,7 +64,7 @@ class SchemaGuides:
         grammar = llguidance.LLMatcher.grammar_from_json_schema(text)
         problem = llguidance.LLMatcher.validate_grammar(grammar, held[1])
         if problem:
-            raise UsageError(f"SamplingParams.schema cannot be followed: {problem}")
+            raise UsageError(f"the JSON schema cannot be followed: {problem}")
         matcher = llguidance.LLMatcher(held[1], grammar)
 
         def bitmask(of: Any) -> Tensor:
@@ -65,4 +73,4 @@ class SchemaGuides:
             found: Tensor = bits[0]
             return found
 
-        return SchemaGuide(matcher, bitmask, vocabulary)
+        return SchemaGuide(matcher, bitmask, vocabulary, None if eos else held[1].eos_token)

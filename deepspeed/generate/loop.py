@@ -44,6 +44,10 @@ class Guide(Protocol):
     def take(self, tokens: Sequence[int]) -> None:
         """The sequence went on with these."""
 
+    @property
+    def complete(self) -> bool:
+        """Whether nothing can follow."""
+
 
 @dataclass(slots=True)
 class _InFlight:
@@ -239,7 +243,10 @@ class GenerationLoop:
             own, tops = scores.get(sequence.uid, _NO_SCORES) if scores else _NO_SCORES
             updates.append(SequenceUpdate(sequence, tokens, own[: len(tokens)], tops[: len(tokens)]))
             if self.guides and sequence.uid in self.guides and not sequence.finished:
-                self.guides[sequence.uid].take(tokens)
+                guide = self.guides[sequence.uid]
+                guide.take(tokens)
+                if guide.complete:  # also for models without a token for the end
+                    self.scheduler.finish(sequence.uid, "stop")
         for update in updates:
             if update.sequence.state is SequenceState.FINISHED:
                 self._forget(update.sequence.uid)

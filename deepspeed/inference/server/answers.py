@@ -118,7 +118,7 @@ class Answer(Response):
             for index in range(asked.params.n):
                 echo = asked.echoes[at] if asked.echoes else ""
                 self._texts[at * asked.params.n + index] = Continuation(
-                    self._service.text, asked.wanted, echo=echo, silent=asked.silent
+                    self._service.text, asked.wanted, self._service.limits.ends, echo=echo, silent=asked.silent
                 )
 
     def _add(self, event: Token) -> tuple[int, Continuation] | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.generate.params import SamplingParams
 from deepspeed.generate.sequence import Token
-from deepspeed.generate.stops import TextStream
+from deepspeed.generate.stops import TextStream, end_ids
 from deepspeed.inference.server.text import TextModel
 
 
@@ -43,8 +43,10 @@ class TokenScore:
 class Continuation:
     """Collects the text of one choice; text that a stop string could still cut off is held back."""
 
-    def __init__(self, text: TextModel, params: SamplingParams, *, echo: str = "", silent: bool = False) -> None:
-        """`echo`: text before the answer. `silent`: show nothing else."""
+    def __init__(
+        self, text: TextModel, params: SamplingParams, eos: Iterable[int], *, echo: str = "", silent: bool = False
+    ) -> None:
+        """`eos`: the model's tokens for the end. `echo`: text before the answer. `silent`: show nothing else."""
         self.finish_reason: str | None = None
         self.tokens: list[int] = []  # since the last release
         self._text = text
@@ -54,6 +56,7 @@ class Continuation:
         self._scored = params.logprobs is not None
         self._scores: list[TokenScore] = []
         self._silent = silent
+        self._ends = end_ids(params, eos)
 
     @property
     def ended(self) -> bool:
@@ -82,7 +85,7 @@ class Continuation:
         offset = self._length
         piece = ""
         # A token that ends the text is no part of it, nor is one that stands for none.
-        if event.id >= 0 and event.finish_reason != "stop":
+        if event.id >= 0 and not (event.finish_reason == "stop" and event.id in self._ends):
             piece = self._stream.push((event.id,))
             if self._scored:
                 made = TokenScore.make(self._text, event.id, event.logprob, event.top_logprobs, offset)

@@ -54,6 +54,7 @@ class Ready(NamedTuple):
 
     vocabulary: int
     context: int
+    ends: frozenset[int]  # tokens that end a text
 
 
 class Stepped(NamedTuple):
@@ -190,6 +191,7 @@ def make_llm(options: EngineOptions) -> tuple[TokenEngine, Ready]:
     """An `LLM` on this rank's device."""
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.generate.build import eos_of
     from deepspeed.generate.llm import LLM
 
     get_accelerator().set_device(options.device)
@@ -202,7 +204,7 @@ def make_llm(options: EngineOptions) -> tuple[TokenEngine, Ready]:
     manager = llm.config.state_manager
     shape = llm.model.config.get_text_config()  # type: ignore[union-attr,operator]
     context = min(manager.max_context, getattr(shape, "max_position_embeddings", None) or manager.max_context)
-    return engine, Ready(shape.vocab_size, context)
+    return engine, Ready(shape.vocab_size, context, eos_of(llm.model))
 
 
 class _WithoutText:

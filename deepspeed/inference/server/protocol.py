@@ -203,6 +203,8 @@ class ChatRequest(_SampledBody):
     def _fields_agree(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is given without logprobs; set logprobs to true")
+        if "messages" in self.chat_template_kwargs:
+            raise ValueError("chat_template_kwargs has 'messages', which the template gets from messages; remove it")
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise ValueError(f"max_tokens is {both[0]} and max_completion_tokens {both[1]}; give one of them")
@@ -234,14 +236,19 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> RequestRefused:
     if not first["loc"]:
         return RequestRefused(400, first["msg"].removeprefix("Value error, "))
     field = str(first["loc"][0])
-    of_field = [each for each in problems if each["loc"][0] == first["loc"][0]]
-    if field in kind.model_fields:
-        deepest = max(of_field, key=lambda each: len(each["loc"]))
-        steps = [str(part) for part in deepest["loc"]]  # of fields, but also of types that were tried
-        path = ".".join(each for each in steps if each not in ("str", "[key]") and not each.startswith("list["))
-        unknown = str(deepest["loc"][-1]) if deepest["type"] == "extra_forbidden" else None
-        return RequestRefused(400, _unknown(unknown, ()) if unknown else _sentence(path, of_field), param=path)
-    return RequestRefused(400, _unknown(field, tuple(kind.model_fields)), param=field, code="unknown_field")
+    if field not in kind.model_fields:
+        return RequestRefused(400, _unknown(field, tuple(kind.model_fields)), param=field, code="unknown_field")
+    deepest = max((each for each in problems if each["loc"][0] == field), key=lambda each: len(each["loc"]))
+    path = _path(deepest)
+    if deepest["type"] == "extra_forbidden":
+        return RequestRefused(400, _unknown(str(deepest["loc"][-1]), ()), param=path)
+    return RequestRefused(400, _sentence(path, [each for each in problems if _path(each) == path]), param=path)
+
+
+def _path(problem: Any) -> str:
+    """Where it is, without the types that were tried."""
+    steps = (str(part) for part in problem["loc"])
+    return ".".join(each for each in steps if each not in ("str", "[key]") and not each.startswith("list["))
 
 
 def _unknown(field: str, known: tuple[str, ...]) -> str:

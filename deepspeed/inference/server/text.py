@@ -111,9 +111,9 @@ class TextModel:
             )
         from jinja2 import TemplateError
 
-        given = {"add_generation_prompt": True, **self._special, **options}
+        given = {"add_generation_prompt": True, **self._special, **options, "messages": messages}
         try:
-            return self._template.render(messages=messages, **given)
+            return self._template.render(given)
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise RequestRefused(400, f"the chat template refuses these messages: {error}", param="messages") from error
 

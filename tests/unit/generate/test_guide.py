@@ -49,6 +49,26 @@ def test_text_follows_a_schema():
     assert len(free.token_ids) == 4
 
 
+@pytest.mark.parametrize("end", [None, END])
+def test_a_complete_text_ends(end):
+    """Also where the model has no token for the end, or where that token ends nothing."""
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    model = tiny(vocab_size=END + 1)
+    model.generation_config.eos_token_id = model.config.eos_token_id = end
+    tokenizer = of_bytes()
+    if end is None:
+        tokenizer.eos_token = None
+    params = [
+        SamplingParams(max_tokens=9, min_tokens=8, n=2, ignore_eos=True, schema={"enum": ["x", "y"]}),
+        SamplingParams(max_tokens=9, ignore_eos=end is not None, schema={"type": "integer"}),
+    ]
+    with LLM(model, small_cache(max_context=128), tokenizer=tokenizer) as llm:
+        *named, number = llm.generate([[65], [66]], params, progress=False)
+    assert {one.text for one in named} <= {'"x"', '"y"'}
+    assert {one.finish_reason for one in named} == {"stop"}
+    assert number.text == str(int(number.text))
+
+
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with LLM(tiny(), small_cache(), tokenizer=of_bytes()) as llm:
