@@ -22,7 +22,7 @@ class SchemaGuide:
         """bool [vocabulary]: what may come next."""
         bits = self._bitmask(self._matcher)
         places = torch.arange(self._vocabulary)
-        found = ((bits[places // 32] >> (places % 32)) & 1).bool()
+        found: Tensor = ((bits[places // 32] >> (places % 32)) & 1).bool()
         if self._foreign is not None:
             found[self._foreign] = False
         return found

@@ -59,7 +59,9 @@ def scene(text):
     async def made(*, pause=0.0, max_queue=64, **options):
         ours, theirs = multiprocessing.Pipe()
         engine = FakeEngine(pause)
-        thread = threading.Thread(target=lead, args=(theirs, EngineLoop(engine), Ready(320, CONTEXT, frozenset({FakeEngine.END}))))
+        thread = threading.Thread(
+            target=lead, args=(theirs, EngineLoop(engine), Ready(320, CONTEXT, frozenset({FakeEngine.END})))
+        )
         thread.start()
         metrics = Metrics()
         replica = Replica(0, ours, (), metrics, itertools.count())
