@@ -22,24 +22,6 @@ _LAZY = {
     "serve": "deepspeed.inference.deployments:serve",
 }
 
-__all__ = [
-    "LLM",
-    "Client",
-    "Completion",
-    "DeepSpeedInferenceConfig",
-    "DeepSpeedTPConfig",
-    "InferenceEngine",
-    "InferenceEngineV2",
-    "Pipeline",
-    "RaggedInferenceEngineConfig",
-    "Response",
-    "SamplingParams",
-    "Token",
-    "build_engine_from_ds_checkpoint",
-    "build_hf_engine",
-    "client",
-    "pipeline",
-    "serve",
-]
+__all__ = sorted(_LAZY)
 
 __getattr__ = lazy(__name__, _LAZY)
