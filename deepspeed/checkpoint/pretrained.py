@@ -70,7 +70,7 @@ def take_place(model: nn.Module) -> Empty:
     """
     if model not in _folders:
         return {}
-    _refuse_empty_buffers(model)
+    _compute_buffers(model)
     tie: Callable[[], None] | None = getattr(model, "tie_weights", None)
     if callable(tie) and any(param.is_meta for param in model.parameters()):
         tie()  # a model of Transformers that was built without values has lost its ties
@@ -179,13 +179,25 @@ def _tensors(folder: TensorSource) -> Mapping[str, Tensor]:
     return {name: tensor for file in files for name, tensor in open_file(file).tensors.items()}
 
 
-def _refuse_empty_buffers(model: nn.Module) -> None:
-    name = next((name for name, buffer in model.named_buffers() if buffer.is_meta), None)
-    if name is not None:
-        raise UsageError(
-            f"the buffer {name} is on the meta device, and no file tells its values. Build the model so that only its "
-            "parameters are there, as accelerate.init_empty_weights() does"
-        )
+def _compute_buffers(model: nn.Module) -> None:
+    """Let buffers on the meta device have the values that a model of Transformers computes for them."""
+    compute: Callable[[nn.Module], None] | None = getattr(model, "_init_weights", None)
+    for path, module in model.named_modules():
+        names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        found: list[list[Tensor]] = []
+        for number in (0, 1):  # what is the same whatever was there is computed
+            for name in names:
+                setattr(module, name, torch.full_like(getattr(module, name), number, device="cpu"))
+            if names and compute is not None:
+                compute(module)
+            found.append([getattr(module, name) for name in names])
+        wrong = next((name for name, a, b in zip(names, *found, strict=True) if not torch.equal(a, b)), None)
+        if wrong is not None:
+            name = f"{path}.{wrong}".strip(".")
+            raise UsageError(
+                f"the buffer {name} is on the meta device, and neither a file nor the model tells its values. "
+                "Build the model so that only its parameters are there, as accelerate.init_empty_weights() does"
+            )
 
 
 @dataclass(frozen=True)

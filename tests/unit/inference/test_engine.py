@@ -253,6 +253,17 @@ def test_what_quant_says(quant, scales, kept):
     assert not held.keys() & set(kept)
 
 
+def test_a_model_on_the_meta_device(tmp_path):
+    """Its parameters come from files; buffers are computed, or refused where the model does not say how."""
+    llama().save_pretrained(tmp_path)
+    with deepspeed.OnDevice(dtype=torch.float32, device="meta"):
+        model, plain = type(llama())(llama().config), nn.BatchNorm1d(4)
+    engine = deepspeed.init_inference(model, dtype="fp32", checkpoint=str(tmp_path))
+    torch.testing.assert_close(engine(ids(2, 9)).logits, llama()(ids(2, 9)).logits, atol=1e-6, rtol=0)
+    with pytest.raises(UsageError, match=r"the buffer 0\.running_mean is on the meta device"):
+        deepspeed.init_inference(nn.Sequential(plain), dtype="fp32", checkpoint=str(tmp_path))
+
+
 def test_files_of_other_programs(tmp_path):
     """Ranks of Megatron and of DeepSpeed, torch's own files, and those that say too little."""
     expected, state = llama()(ids(2, 9)).logits, llama().state_dict()
