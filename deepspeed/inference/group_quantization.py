@@ -94,11 +94,16 @@ class DeQuantizer(_Groups):
 
 
 class _Held(nn.Module):
-    """The weight of a layer in few bits: packed for kernels where groups allow it, else by `Quantizer`."""
+    """A layer with its weight in few bits: packed for kernels where groups allow it, else by `Quantizer`."""
 
-    def _hold(self, config: Mapping[str, Any], weight: Tensor) -> None:
+    def __init__(self, config: Mapping[str, Any], pre_quant_layer: nn.Linear | nn.Embedding) -> None:
+        nn.Module.__init__(self)
+        options = {name: value for name, value in vars(pre_quant_layer).items() if name not in vars(self)}
+        self.__dict__.update(options)
+        self._parameters.update(pre_quant_layer._parameters)
+        weight = self._parameters.pop("weight").detach()  # type: ignore[union-attr]
         bits, size, dim = _checked(config)
-        self._parameters.pop("weight", None)
+        self.config = dict(config)
         self._dtype = weight.dtype
         self._widener = DeQuantizer(config, weight.dtype)
         self._form: tuple[str, tuple[int, int], int] | None = None
@@ -143,13 +148,6 @@ class _Held(nn.Module):
 class QuantizedLinear(_Held, nn.Linear):
     """A linear layer made of another one."""
 
-    def __init__(self, config: Mapping[str, Any], pre_quant_layer: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = pre_quant_layer.in_features, pre_quant_layer.out_features
-        self.config = dict(config)
-        self.bias = pre_quant_layer.bias
-        self._hold(config, pre_quant_layer.weight.detach())
-
     def forward(self, input: Tensor) -> Tensor:
         held = self.held
         if held is not None:
@@ -161,14 +159,9 @@ class QuantizedEmbedding(_Held, nn.Embedding):
     """An embedding made of another one."""
 
     def __init__(self, config: Mapping[str, Any], pre_quant_layer: nn.Embedding) -> None:
-        nn.Module.__init__(self)
         if pre_quant_layer.max_norm is not None or pre_quant_layer.sparse:
             raise UsageError("weight quantization: an embedding with max_norm or sparse gradients keeps its weight")
-        self.num_embeddings, self.embedding_dim = pre_quant_layer.num_embeddings, pre_quant_layer.embedding_dim
-        self.padding_idx, self.max_norm, self.norm_type = pre_quant_layer.padding_idx, None, 2.0
-        self.scale_grad_by_freq, self.sparse = False, False
-        self.config = dict(config)
-        self._hold(config, pre_quant_layer.weight.detach())
+        super().__init__(config, pre_quant_layer)
 
     def forward(self, input: Tensor) -> Tensor:
         held = self.held

@@ -21,9 +21,10 @@ from starlette.types import Receive, Scope, Send
 from deepspeed.generate.params import SamplingParams
 from deepspeed.generate.sequence import Token
 from deepspeed.inference.server.continuation import Continuation, TokenScore
+from deepspeed.inference.server.protocol import ChatRequest, CompletionRequest
 from deepspeed.inference.server.refusal import RequestRefused
-from deepspeed.inference.server.replica import Ticket
-from deepspeed.inference.server.service import Handle, Service
+from deepspeed.inference.server.replica import Replica, Ticket
+from deepspeed.inference.server.service import Service
 
 _GONE = 499  # the client closed the connection; only metrics see it
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -31,19 +32,19 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request: its prompts as tokens, and what its answer looks like."""
+    """One request: its body, its prompts as tokens, and how they are sampled."""
 
-    path: str
-    chat: bool
+    body: CompletionRequest | ChatRequest
     prompts: Sequence[Sequence[int]]
     wanted: SamplingParams
     params: SamplingParams  # the engine's, without stop strings
-    stream: bool
-    with_usage: bool
-    priority: int
     echoes: Sequence[str] = ()  # texts before the answers, by prompt
     silent: bool = False  # no new text: the prompt is echoed alone
-    with_tokens: bool = False
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is a conversation."""
+        return isinstance(self.body, ChatRequest)
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class Answer(Response):
         self._asked = asked
         self._ticket = Ticket()
         self._usage = Usage(prompt=sum(len(prompt) for prompt in asked.prompts))
-        self._handles: dict[int, tuple[int, Handle]] = {}  # by the engine's number: which prompt
+        self._replicas: dict[int, tuple[int, Replica]] = {}  # by the engine's number: which prompt, and where it is
         self._texts: dict[int, Continuation] = {}  # by place in the answer
         self._open = len(asked.prompts) * asked.params.n
         self._started = False
@@ -89,7 +90,7 @@ class Answer(Response):
         watcher = asyncio.create_task(self._notice_departure(receive))
         try:
             self._submit()
-            await (self._stream(send) if self._asked.stream else self._whole(scope, receive, send))
+            await (self._stream(send) if self._asked.body.stream else self._whole(scope, receive, send))
         except RequestRefused as refused:
             status = refused.status
             if self._started:
@@ -99,10 +100,10 @@ class Answer(Response):
                 await response(scope, receive, send)
         finally:
             watcher.cancel()
-            for _, handle in self._handles.values():
-                handle.cancel()
+            for number, (_, replica) in self._replicas.items():
+                replica.cancel(number)
             metrics.open -= 1
-            metrics.answered(self._asked.path, status, monotonic() - self._ticket.created)
+            metrics.answered(scope["path"], status, monotonic() - self._ticket.created)
 
     async def _notice_departure(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -113,8 +114,9 @@ class Answer(Response):
         asked = self._asked
         self._service.admit(len(asked.prompts))
         for at, prompt in enumerate(asked.prompts):
-            handle = self._service.submit(self._ticket, prompt, asked.params, asked.priority)
-            self._handles[handle.number] = (at, handle)
+            replica = self._service.replica_for(prompt)
+            number = replica.submit(self._ticket, prompt, asked.params, asked.body.priority)
+            self._replicas[number] = (at, replica)
             for index in range(asked.params.n):
                 echo = asked.echoes[at] if asked.echoes else ""
                 self._texts[at * asked.params.n + index] = Continuation(
@@ -123,7 +125,7 @@ class Answer(Response):
 
     def _add(self, event: Token) -> tuple[int, Continuation] | None:
         """Put a token to its text; None if the text has ended by a stop string."""
-        at, handle = self._handles[event.uid]
+        at, replica = self._replicas[event.uid]
         if event.prompt_scores:
             for each in range(self._asked.params.n):
                 self._texts[at * self._asked.params.n + each].score_prompt(self._asked.prompts[at], event.prompt_scores)
@@ -140,7 +142,7 @@ class Answer(Response):
         if text.add(event):
             self._open -= 1
             if all(self._texts[place - event.index + each].ended for each in range(self._asked.params.n)):
-                handle.cancel()
+                replica.cancel(event.uid)
         return place, text
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,7 +156,7 @@ class Answer(Response):
     def _choice(self, place: int, text: Continuation) -> dict[str, Any]:
         piece, scores, tokens = text.release()
         said = {"message": {"role": "assistant", "content": piece}} if self._asked.chat else {"text": piece}
-        ids = {"token_ids": tokens} if self._asked.with_tokens else {}
+        ids = {"token_ids": tokens} if self._asked.body.return_token_ids else {}
         logprobs = self._logprobs(scores)
         return {"index": place, **said, "logprobs": logprobs, "finish_reason": text.finish_reason, **ids}
 
@@ -172,7 +174,7 @@ class Answer(Response):
             if chunks:
                 await send(_body(b"".join(chunks), more=True))
                 chunks = []
-        if self._asked.with_usage:
+        if self._asked.body.with_usage:
             chunks.append(_data({**self._head, "object": self._object, "choices": [], "usage": self._usage.body()}))
         await send(_body(b"".join([*chunks, b"data: [DONE]\n\n"]), more=False))
 
@@ -185,7 +187,7 @@ class Answer(Response):
     ) -> None:
         """The chunk for what became visible of a text, if something did."""
         piece, scores, tokens = text.release()
-        ids = tokens if self._asked.with_tokens else None
+        ids = tokens if self._asked.body.return_token_ids else None
         ended = text.ended
         if not (ended or scores or ids):
             if piece:
@@ -213,7 +215,7 @@ class Answer(Response):
         choice = {"index": place, what: said, "logprobs": logprobs, "finish_reason": finish_reason}
         if tokens is not None:
             choice["token_ids"] = tokens
-        usage = {"usage": None} if self._asked.with_usage else {}
+        usage = {"usage": None} if self._asked.body.with_usage else {}
         return _data({**self._head, "object": self._object, "choices": [choice], **usage})
 
     def _halves(self, place: int) -> tuple[str, str]:

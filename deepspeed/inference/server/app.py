@@ -98,19 +98,7 @@ async def _completion(service: Service, wanted: CompletionRequest) -> Asked:
         if usual < 1:
             message = f"max_length is {wanted.max_length} and the prompt has {longest} tokens; nothing is left"
             raise RequestRefused(400, message, param="max_length")
-    return Asked(
-        path="/v1/completions",
-        chat=False,
-        prompts=prompts,
-        params=service.fit(params, longest, usual),
-        wanted=params,
-        stream=wanted.stream,
-        with_usage=wanted.with_usage,
-        priority=wanted.priority,
-        with_tokens=wanted.return_token_ids,
-        echoes=echoes,
-        silent=wanted.max_tokens == 0,
-    )
+    return Asked(wanted, prompts, params, service.fit(params, longest, usual), echoes, silent=wanted.max_tokens == 0)
 
 
 async def _chat(service: Service, wanted: ChatRequest) -> Asked:
@@ -118,17 +106,7 @@ async def _chat(service: Service, wanted: ChatRequest) -> Asked:
     params = wanted.params()
     text = service.text.render([message.plain() for message in wanted.messages], wanted.chat_template_kwargs)
     prompt = await service.tokens_of(text, special=False)
-    return Asked(
-        path="/v1/chat/completions",
-        chat=True,
-        prompts=[prompt],
-        params=service.fit(params, len(prompt), None),
-        wanted=params,
-        stream=wanted.stream,
-        with_usage=wanted.with_usage,
-        priority=wanted.priority,
-        with_tokens=wanted.return_token_ids,
-    )
+    return Asked(wanted, [prompt], params, service.fit(params, len(prompt), None))
 
 
 def _guard(keys: Sequence[str]) -> Callable[[Request], None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import time
 from typing import Protocol
 
@@ -17,25 +17,13 @@ from deepspeed.generate.params import SamplingParams
 from deepspeed.inference.server.engine import Ready
 from deepspeed.inference.server.metrics import Metrics
 from deepspeed.inference.server.refusal import RequestRefused
-from deepspeed.inference.server.replica import Replica, Ticket
+from deepspeed.inference.server.replica import Replica
 from deepspeed.inference.server.text import TextModel
 
 _CHUNK = 64  # tokens of a prefix that is remembered
 _REMEMBERED = 1 << 16  # prefixes
 _SLACK = 4  # requests that the replica with the prefix may have more than twice what the idlest has
 _LONG_TEXT = 20_000  # characters, from which a thread makes the tokens: a few milliseconds
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """A request that a replica has."""
-
-    replica: Replica
-    number: int
-
-    def cancel(self) -> None:
-        """End it if it is still open."""
-        self.replica.cancel(self.number)
 
 
 class Service:
@@ -131,10 +119,9 @@ class Service:
             message = f"{self.waiting} requests wait for their first token, and at most {self.max_queue} may; try later"
             raise RequestRefused(429, message, code="queue_full", retry_after=self.metrics.retry_after(self.waiting))
 
-    def submit(self, ticket: Ticket, prompt: Sequence[int], params: SamplingParams, priority: int) -> Handle:
-        """Begin a request at the replica that suits it best."""
-        chosen = self._replicas[self._router.choose(prompt)]
-        return Handle(chosen, chosen.submit(ticket, prompt, params, priority))
+    def replica_for(self, prompt: Sequence[int]) -> Replica:
+        """The replica that suits a prompt best."""
+        return self._replicas[self._router.choose(prompt)]
 
 
 class _Loaded(Protocol):

@@ -214,24 +214,26 @@ class InferenceEngineV2:
                     f"{self._parts.vocabulary - 1}"
                 )
 
-    def _needed(self, sequence: CachedSequence | None, tokens: int) -> int:
+    def _seen(self, uid: int) -> tuple[int, int]:
+        """Tokens that are computed of a sequence, and the blocks that it holds in a group without a window."""
+        sequence = self._sequences.get(uid)
+        return (0, 0) if sequence is None else (sequence.computed, max(len(blocks) for blocks in sequence.blocks))
+
+    def _needed(self, uid: int, tokens: int) -> int:
         """Blocks that a group without a window takes for more tokens."""
-        held = 0 if sequence is None else max(len(blocks) for blocks in sequence.blocks)
-        seen = 0 if sequence is None else sequence.computed
+        seen, held = self._seen(uid)
         return max(-(-(seen + tokens) // self._blocks.block_size) - held, 0)
 
     def query(self, uid: int, max_request_tokens: int, max_request_blocks: Any) -> tuple[int, Tensor]:
         """(how many of so many tokens fit into so many more blocks, the blocks of each group that they take)."""
-        sequence, size = self._sequences.get(uid), self._blocks.block_size
-        seen = 0 if sequence is None else sequence.computed
-        if sequence is None and len(self._sequences) >= self._config.state_manager.max_tracked_sequences:
+        seen, held = self._seen(uid)
+        full = len(self._sequences) >= self._config.state_manager.max_tracked_sequences
+        if full and uid not in self._sequences:
             return 0, torch.zeros(self.n_kv_cache_groups, dtype=torch.int32)
         spare = int(torch.as_tensor(max_request_blocks).min())
-        held = 0 if sequence is None else max(len(blocks) for blocks in sequence.blocks)
-        room = max((held + spare) * size - seen, 0)
+        room = max((held + spare) * self._blocks.block_size - seen, 0)
         tokens = max(min(int(max_request_tokens), room, self._parts.context - seen), 0)
-        blocks = self._needed(sequence, tokens)
-        counts = torch.full((self.n_kv_cache_groups,), blocks, dtype=torch.int32)
+        counts = torch.full((self.n_kv_cache_groups,), self._needed(uid, tokens), dtype=torch.int32)
         return tokens, counts if self.n_kv_cache_groups > 1 else counts[0]
 
     def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
@@ -246,16 +248,14 @@ class InferenceEngineV2:
         if sum(length for _, length in listed) > manager.max_ragged_batch_size:
             return SchedulingResult.BatchTokenLimitExceeded
         for uid, length in listed:
-            sequence = self._sequences.get(uid)
-            if (0 if sequence is None else sequence.computed) + length > self._parts.context:
+            if self._seen(uid)[0] + length > self._parts.context:
                 return SchedulingResult.SequenceTokenLimitExceeded
-            free -= self._needed(sequence, length)
+            free -= self._needed(uid, length)
         return SchedulingResult.Success if free >= 0 else SchedulingResult.KVCacheLimitExceeded
 
     def get_remaining_block_capacity(self, uid: int) -> int:
         """Tokens of a sequence that its last block has room for."""
-        sequence = self._sequences.get(uid)
-        return 0 if sequence is None else -sequence.computed % self._blocks.block_size
+        return -self._seen(uid)[0] % self._blocks.block_size
 
     def flush(self, uid: int) -> None:
         """Forget a sequence, and free its blocks."""
