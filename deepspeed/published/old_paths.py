@@ -409,6 +409,7 @@ REMOVED: dict[str, str] = {
     "deepspeed.ops.adam.ZenFlowSelectiveAdamW_stage3": _ZENFLOW,
     "deepspeed.ops.adam.zenflow_torch_adam": _ZENFLOW,
     "deepspeed.ops.op_builder.*": "import builders from deepspeed.ops.op_builder",
+    "deepspeed.ops.op_builder.DeepCompileBuilder": "engine.compile() needs no op of its own",
     "deepspeed.ops.op_builder.UtilsBuilder": "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors",
     "deepspeed.ops.op_builder.builder.*": "subclass OpBuilder, which compiles CUDA sources too",
     "deepspeed.ops.op_builder.klxpu": _VENDORS,

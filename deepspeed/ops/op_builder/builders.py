@@ -1,7 +1,7 @@
 """The builders of the library's own ops under their published names.
 
 Nothing has to be compiled: `load()` imports and returns the module that holds the op, such as `deepspeed.ops.adam` with
-its optimizers. An op of a feature that this version does not have is not compatible, and loading it names the feature.
+its optimizers. DeepCompile has no op of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deepspeed.errors import OpUnavailable
 from deepspeed.ops.capability import has_gds
 from deepspeed.ops.op_builder.builder import OpBuilder
 
-# builder → the name of its op, and the module that holds it or the feature that brings it
+# builder → the name of its op, and the module that holds it
 BUILDERS: dict[str, tuple[str, str]] = {
     "FusedAdamBuilder": ("fused_adam", "deepspeed.ops.adam"),
     "CPUAdamBuilder": ("cpu_adam", "deepspeed.ops.adam"),
@@ -26,7 +26,6 @@ BUILDERS: dict[str, tuple[str, str]] = {
     "PinMemoryBuilder": ("pin_memory", "deepspeed.ops.aio.handle"),
     "AsyncIOBuilder": ("async_io", "deepspeed.ops.aio.handle"),
     "GDSBuilder": ("gds", "deepspeed.ops.aio.handle"),
-    "DeepCompileBuilder": ("dc", "DeepCompile"),
     "EvoformerAttnBuilder": ("evoformer_attn", "deepspeed.ops.evoformer"),
     "FPQuantizerBuilder": ("fp_quantizer", "deepspeed.ops.fp_quantizer"),
     "InferenceBuilder": ("transformer_inference", "deepspeed.ops.generate.streaming"),
@@ -45,40 +44,30 @@ class LibraryOp(OpBuilder):
     """An op of the table."""
 
     origin: ClassVar[str]
-    """The module that holds it, or the feature that brings it."""
+    """The module that holds it."""
 
     def __init__(self) -> None:
         super().__init__(self.NAME)
-        self.included = self.origin.startswith("deepspeed.")
 
     def absolute_name(self) -> str:
-        return self.origin if self.included else f"deepspeed.ops.{self.name}"
+        return self.origin
 
     def sources(self) -> list[str]:
         return []
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        problem = self._problem()
-        if problem and verbose:
-            self.warning(problem)
-        return problem is None
+        missing = self.NAME == "gds" and not has_gds.holds
+        if missing and verbose:
+            self.warning(has_gds.reason)
+        return not missing
 
     def jit_load(self, verbose: bool = True) -> Any:
-        problem = self._problem()
-        if problem is None:
+        if self.is_compatible():
             return importlib.import_module(self.origin)
-        if not self.included:
-            raise OpUnavailable(f"op {self.name!r} cannot be built here: {problem}")
         raise OpUnavailable(
-            f"op {self.name!r} needs GPUDirect Storage: {problem}. aio_handle of AsyncIOBuilder takes tensors of a GPU "
-            "too, by way of the memory of the host"
+            f"op {self.name!r} needs GPUDirect Storage: {has_gds.reason}. aio_handle of AsyncIOBuilder takes tensors "
+            "of a GPU too, by way of the memory of the host"
         )
-
-    def _problem(self) -> str | None:
-        """Why the op cannot be used here."""
-        if not self.included:
-            return f"this version does not have it; it comes with {self.origin}"
-        return has_gds.reason if self.NAME == "gds" and not has_gds.holds else None
 
 
 @functools.cache
@@ -95,7 +84,7 @@ def all_ops() -> dict[str, LibraryOp]:
 
 def installed_ops() -> dict[str, bool]:
     """Which ops come with the package, so that nothing has to be built for them."""
-    return {name: builder.included for name, builder in all_ops().items()}
+    return dict.fromkeys(all_ops(), True)
 
 
 def compatible_ops() -> dict[str, bool]:
