@@ -13,8 +13,8 @@ from deepspeed._package import lazy
 if TYPE_CHECKING:
     from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
     from deepspeed.checkpoint.formats.megatron import DeepSpeedCheckpoint
-    from deepspeed.checkpoint.universal_checkpoint import SubparamShape
     from deepspeed.checkpoint.utils import (
+        SubparamShape,
         clone_tensors_for_torch_save,
         get_layer_ckpt_name_for_rank,
         get_model_ckpt_name_for_rank,
@@ -34,8 +34,8 @@ __all__ = [
 _MODULES = {
     "constants": ("UNIVERSAL_CHECKPOINT_INFO",),
     "formats.megatron": ("DeepSpeedCheckpoint",),
-    "universal_checkpoint": ("SubparamShape",),
     "utils": (
+        "SubparamShape",
         "clone_tensors_for_torch_save",
         "get_layer_ckpt_name_for_rank",
         "get_model_ckpt_name_for_rank",

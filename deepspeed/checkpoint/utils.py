@@ -1,14 +1,16 @@
-"""Helpers that clients import from here: file names, and copies of tensors that torch.save writes without ballast."""
+"""What clients import from here: file names, copies of tensors that torch.save writes without ballast, and a rule."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 __all__ = [
     "WHOLE",
+    "SubparamShape",
     "clone_tensors_for_torch_save",
     "get_layer_ckpt_name_for_rank",
     "get_model_ckpt_name_for_rank",
@@ -17,6 +19,15 @@ __all__ = [
 
 WHOLE = "whole"
 """The entry of a state dict's metadata with what makes it whole, if this rank has a part of the model alone."""
+
+
+@dataclass
+class SubparamShape:
+    """A parameter that is several: `shape` has a tuple of their sizes in place of `partition_dim`."""
+
+    patterns: list[str]
+    shape: tuple[tuple[int, ...] | int, ...]
+    partition_dim: int
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:

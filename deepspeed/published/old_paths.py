@@ -111,9 +111,10 @@ SPLIT: dict[str, dict[str, str]] = {
         "CHECKPOINT_INFO_KEY": "deepspeed.published.constants",
         "DeepSpeedCheckpoint": "deepspeed.checkpoint",
     },
+    "deepspeed.checkpoint.universal_checkpoint": {"SubparamShape": "deepspeed.checkpoint.utils"},
     "deepspeed.comm.config": {"CommsLoggerConfig": "deepspeed.config.monitor"},
     "deepspeed.comm.torch": {
-        "TorchBackend": "deepspeed.published.torch_backend",
+        "TorchBackend": "deepspeed.published.runtime_names",
         "has_all_reduce_coalesced": "deepspeed.comm",
         "has_coalescing_manager": "deepspeed.comm",
     },
@@ -323,7 +324,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
             "UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS VOCAB_TENSOR ZERO_STAGE",
         ),
     },
-    "deepspeed.comm": {"TorchBackend": "deepspeed.published.torch_backend"},
+    "deepspeed.comm": {"TorchBackend": "deepspeed.published.runtime_names"},
     "deepspeed.env_report": {"cli_main": "deepspeed.env_report:main"},
     "deepspeed.launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_PATHS": "deepspeed.launcher.environment:ENVIRONMENT_FOLDERS",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.checkpoint.storage.tensor_memory import tensors_in
+from deepspeed.checkpoint.storage.durable import tensors_in
 from deepspeed.comm.discover import local_ranks
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.config.schema import Schema

@@ -27,7 +27,6 @@ REASONS: dict[str, str] = {
     },
     "deepspeed/checkpoint/constants.py": "published names",
     "deepspeed/compile/passes/autotp_compile.py": "a pass has a file",
-    "deepspeed/checkpoint/universal_checkpoint.py": "published names",
     "deepspeed/elasticity/tool.py": "the program ds_elastic",
     "deepspeed/env_report.py": "a program by its published path",
     "deepspeed/launcher/launcher_helper.py": "a program that starts without site-packages",

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.formats.safetensors import open_file
 from deepspeed.checkpoint.storage import manifest
 from deepspeed.checkpoint.storage.block_reader import FileCheck
 from deepspeed.checkpoint.storage.block_writer import FileFacts
-from deepspeed.checkpoint.storage.tensor_memory import tensors_in
+from deepspeed.checkpoint.storage.durable import tensors_in
 from deepspeed.errors import CheckpointError
 from deepspeed.trust import inside, open_regular, read_regular
 

@@ -46,8 +46,7 @@ from torch import Tensor
 from deepspeed.checkpoint.formats.guard import DAMAGE
 from deepspeed.checkpoint.storage.block_reader import FileCheck
 from deepspeed.checkpoint.storage.block_writer import FileFacts
-from deepspeed.checkpoint.storage.durable import Sink, dump, explain, gibibytes, is_whole
-from deepspeed.checkpoint.storage.tensor_memory import tensors_in
+from deepspeed.checkpoint.storage.durable import Sink, dump, explain, gibibytes, is_whole, tensors_in
 from deepspeed.config.zero import ZeroStageEnum
 from deepspeed.errors import CheckpointError
 from deepspeed.ops.native import bytes_of

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.storage.tensor_memory import tensors_in
+from deepspeed.checkpoint.storage.durable import tensors_in
 from deepspeed.errors import CheckpointError, DeepSpeedError
 
 

@@ -16,14 +16,14 @@ import shutil
 import threading
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from deepspeed.checkpoint.storage.block_writer import FileFacts, Stream, WriterOptions
-from deepspeed.checkpoint.storage.tensor_memory import payload
 from deepspeed.errors import CheckpointError
 from deepspeed.log import logger
 from deepspeed.trust import open_regular
@@ -212,3 +212,26 @@ def is_whole(path: str | os.PathLike[str]) -> bool:
             return zipfile.is_zipfile(file)
     except OSError:
         return False
+
+
+# ---- tensors as memory
+
+
+def tensors_in(obj: Any) -> Iterator[Tensor]:
+    """Every tensor in nested containers."""
+    if isinstance(obj, Tensor):
+        yield obj
+    elif isinstance(obj, Mapping):
+        for value in obj.values():
+            yield from tensors_in(value)
+    elif isinstance(obj, (list, tuple, set, frozenset)):
+        for value in obj:
+            yield from tensors_in(value)
+
+
+def payload(obj: Any) -> int:
+    """About how many bytes an object takes in a file: those of its tensors' memory, shared memory once."""
+    if isinstance(obj, bytes):
+        return len(obj)
+    storages = (tensor.untyped_storage() for tensor in tensors_in(obj) if tensor.layout is torch.strided)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

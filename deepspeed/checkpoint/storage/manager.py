@@ -23,11 +23,10 @@ from deepspeed.checkpoint.storage.background import Background, Snapshot
 from deepspeed.checkpoint.storage.block_reader import FileProblem
 from deepspeed.checkpoint.storage.block_writer import FileFacts, Stream, WriterOptions
 from deepspeed.checkpoint.storage.commit import LATEST, LATEST_UNIVERSAL, Staging
-from deepspeed.checkpoint.storage.durable import dump, explain, write_file
+from deepspeed.checkpoint.storage.durable import dump, explain, payload, write_file
 from deepspeed.checkpoint.storage.locate import FoundCheckpoint, common, examine, find_loadable, retain
 from deepspeed.checkpoint.storage.manifest import Manifest
 from deepspeed.checkpoint.storage.rank_meeting import RankExchange, RankMeeting, on_all_ranks
-from deepspeed.checkpoint.storage.tensor_memory import payload
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.log import logger
 from deepspeed.trust import flaw_of_name

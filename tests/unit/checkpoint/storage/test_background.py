@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint.storage.background import Background, Snapshot
-from deepspeed.checkpoint.storage.tensor_memory import payload
+from deepspeed.checkpoint.storage.durable import payload
 from deepspeed.errors import CheckpointError
 
 

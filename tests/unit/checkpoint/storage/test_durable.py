@@ -12,8 +12,7 @@ import torch
 
 from deepspeed.checkpoint.storage import durable as storage
 from deepspeed.checkpoint.storage.block_writer import BLOCK, WriterOptions
-from deepspeed.checkpoint.storage.durable import explain, write_file, write_tensorfile, write_text
-from deepspeed.checkpoint.storage.tensor_memory import payload
+from deepspeed.checkpoint.storage.durable import explain, payload, write_file, write_tensorfile, write_text
 from deepspeed.errors import CheckpointError
 
 
