@@ -172,7 +172,7 @@ class FileRequest:
     def _compare(self) -> None:
         """A FileError if a plain read of the file finds other bytes."""
         view = bytes_of(self.host.cpu())
-        with open(self.place, "rb") as file:
+        with open(_path_of(self.place), "rb") as file:
             file.seek(self.offset)
             for start in range(0, len(view), _PIECE):
                 if file.read(min(_PIECE, len(view) - start)) != view[start : start + _PIECE]:
@@ -180,6 +180,11 @@ class FileRequest:
                     stop = self.offset + min(start + _PIECE, len(view))
                     found = f"a plain read finds other bytes between {self.offset + start} and {stop}"
                     raise FileError(errno.EIO, f"{what}: {found}", describe(self.place))
+
+
+def _path_of(place: Place) -> str:
+    """Where a file can be opened once more: a descriptor of somebody else's is neither moved nor closed."""
+    return f"/proc/self/fd/{place}" if isinstance(place, int) else os.fspath(place)
 
 
 class pin_handle(LockedTensors):
@@ -283,7 +288,7 @@ def _move(buffer: Tensor, place: Place, offset: int, write: bool, ready: torch.c
     ready.synchronize()
     alone = buffer.untyped_storage().nbytes() == buffer.nbytes
     whole = buffer if alone else buffer.clone()
-    path = f"/proc/self/fd/{place}" if isinstance(place, int) else os.fspath(place)
+    path = _path_of(place)
     what = f"{'write' if write else 'read'} of {buffer.nbytes} bytes at offset {offset}"
     try:
         if write and not isinstance(place, int):

@@ -44,6 +44,15 @@ def test_the_numbers_are_those_given_and_the_published_defaults():
         OP.aio_handle(queue_depth=0)
 
 
+def test_a_descriptor_that_is_compared_stays_open_and_where_it_was(handle, tmp_path):
+    given, out = noise(5000), torch.empty(5000, dtype=torch.uint8)
+    with open(tmp_path / "file", "wb+") as file:
+        handle.write(given, file.fileno(), validate=True)
+        handle.read(out, file.fileno(), validate=True)
+        assert file.tell() == 0
+        assert file.read() == given.numpy().tobytes() == out.numpy().tobytes()
+
+
 @pytest.mark.parametrize("size", [0, 1, 1001, 2**16, 3 * 2**20 + 5])
 def test_every_way_to_write_and_read(handle, tmp_path, size):
     path = str(tmp_path / "file")
