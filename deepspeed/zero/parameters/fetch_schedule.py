@@ -313,12 +313,13 @@ class FetchSchedule:
         if bool((said[:, 3] > 1).any()):
             self._extend(said[:, 0].tolist(), (said[:, 3] // 2).tolist())
         wanted = [mine.number + 1] if mine is not None and bool((codes == mine.number + 1).all()) else None
+        own = _NOTHING if wanted or mine is None else frozenset(shard.number for shard in mine.shards)
         for number in wanted or sorted({int(code) for code in codes.tolist() if code > 0}):
             use = self.uses[number - 1]
             now.served.append(use.number)
             self._gather(now, use.shards)
             if use is not mine:
-                self.let_go(use.shards)
+                self.let_go(use.shards, own)  # uses may share parameters
         if now.plan is None:
             self.position = len(now.served)
 

@@ -244,3 +244,19 @@ def test_gradients_that_were_not_reduced_are_dropped_with_the_others():
         optimizer.step()
         compare(engine, plain, (stage, threshold))
         engine.destroy()
+
+
+@ranks(2)
+def test_ranks_use_tied_layers_in_opposite_orders():
+    """Each rank takes part in gathers for a layer of the other that shares a parameter with its own."""
+    torch.manual_seed(1)
+    engine, plain, optimizer = build(Net("tied"), 3, stage3_max_reuse_distance=0)
+    orders = [("third", "second", "first"), ("first", "second", "third")]
+    for number in range(2):
+        engine.backward(engine(batch(number, dist.get_rank()), orders[dist.get_rank()]).square().mean())
+        engine.step()
+        for rank, order in enumerate(orders):
+            (plain(batch(number, rank), order).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        compare(engine, plain, number)
