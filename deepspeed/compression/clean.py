@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from logging import WARNING
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from deepspeed.compression.basic_layer import CompressedLayer, compression_of
 from deepspeed.compression.plan import PATH, check_deepspeed_config, compressed_layer, plans_of, unwrapped
 from deepspeed.compression.stored import WeightGrid, store
 from deepspeed.errors import UsageError
+from deepspeed.log import log_dist
 from deepspeed.parallel.regions import cut_of
 
 __all__ = ["redundancy_clean"]
@@ -30,6 +33,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     section, inner = check_deepspeed_config(deepspeed_config), unwrapped(model)
     _require_whole(inner)
     plans = {(plan.technique, plan.group): plan for plan in plans_of(inner, section, mpu, partly=False)}
+    shared = _untied(inner)
     for technique in _ORDER:
         for plan in (each for key, each in plans.items() if key[0] == technique):
             for place, name in enumerate(plan.names):
@@ -44,7 +48,50 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     for module in list(inner.modules()):
         if compression_of(module) is not None:
             _release(module)
+    for names in shared:
+        _tie(inner, names)
     return model
+
+
+def _untied(model: nn.Module) -> list[list[str]]:
+    """Give compressed layers weights of their own, each of which may end otherwise; returns who shared one."""
+    users: dict[int, list[str]] = {}
+    for name, each in model.named_modules():
+        if isinstance(weight := each._parameters.get("weight"), nn.Parameter):
+            users.setdefault(id(weight), []).append(name)
+    shared = [names for names in users.values() if len(names) > 1]
+    for name in itertools.chain(*shared):
+        module: Any = model.get_submodule(name)
+        if compression_of(module) is not None:
+            module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=module.weight.requires_grad)
+    return shared
+
+
+def _tie(model: nn.Module, names: Sequence[str]) -> None:
+    """Let layers share a weight again where theirs ended alike."""
+    first = _weight_of(model.get_submodule(names[0]))
+    for name in names[1:]:
+        module = model.get_submodule(name)
+        own = _weight_of(module)
+        if own.keys() == first.keys() and all(torch.equal(own[key], first[key]) for key in own):
+            for key, value in first.items():
+                (module._parameters if key == "weight" else module._buffers)[key] = value  # type: ignore[assignment]
+        else:
+            log_dist(
+                f"redundancy_clean: {names[0]} and {name} shared a weight, which was not compressed alike in both, and "
+                "have one each now. Tell the model's config that they are not tied, as by tie_word_embeddings=False",
+                level=WARNING,
+            )
+
+
+def _weight_of(module: nn.Module) -> dict[str, Tensor]:
+    """The weight, or the integers and what belongs to them."""
+    return {
+        key: value
+        for held in (module._parameters, module._buffers)
+        for key, value in held.items()
+        if key.startswith("weight") and value is not None
+    }
 
 
 def _require_whole(model: nn.Module) -> None:

@@ -125,6 +125,35 @@ def test_a_cleaned_model_computes_what_the_masked_one_did(row):
         assert model.up.weight.unique().numel() <= 2**bits * row["quantize_groups"]
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens):
+        return self.head(self.tokens(tokens))
+
+
+@pytest.mark.parametrize("stores", [False, True])
+@pytest.mark.parametrize("modules", [["*"], ["tokens"]], ids=str)
+def test_layers_that_share_a_weight_compute_what_they_did(modules, stores, caplog):
+    settings = config(
+        weight_quantization=technique(modules, {"start_bits": 4, "target_bits": 4}, store_integers=stores),
+    )
+    model = compressed(Tied(), settings)
+    expected = model(INPUTS[0])
+    redundancy_clean(model, settings)
+    torch.testing.assert_close(model(INPUTS[0]), expected, rtol=0, atol=1e-6)
+    alike = modules == ["*"]
+    if stores and alike:
+        assert model.head.weight_codes is model.tokens.weight_codes
+    else:
+        assert (model.head.weight is model.tokens.weight) is alike
+    assert ("tokens and head shared a weight" in caplog.text) is not alike
+
+
 def test_integers_take_the_bytes_that_their_bits_say():
     def size(bits):
         model = nn.Sequential(nn.Linear(256, 256, bias=False))
