@@ -25,6 +25,7 @@ __all__ = ["load_adapters", "save_adapters"]
 
 _TENSORS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _LONGEST = 1 << 20  # bytes of a config
+_VARIANTS = ("fan_in_fan_out", "lora_bias", "alora_invocation_tokens", "layer_replication")
 _HALVES = (("lora_A", "lora_weight_1"), ("lora_B", "lora_weight_2"))
 
 
@@ -131,10 +132,17 @@ def load_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         for key, (_, shape) in wanted.items()
         if key in content.tensors and tuple(content.tensors[key].shape) != shape
     ]
+    alphas = config.get("alpha_pattern") or {}
     for name, layer in layers.items():
-        alpha = _of(config, "alpha", name)
+        own = (value for key, value in alphas.items() if f".{name}".endswith(f".{key}"))
+        alpha = next(own, config.get("lora_alpha"))
         if alpha != layer.lora_config.lora_alpha:
             problems.append(f"{name} has lora_alpha {alpha} there and {layer.lora_config.lora_alpha} in the model")
+    problems += [
+        f"alpha_pattern has {key!r}, with which no name of a layer ends (regular expressions are not read)"
+        for key in alphas
+        if not any(f".{name}".endswith(f".{key}") for name in layers)
+    ]
     if problems:
         raise CheckpointError(
             f"load_adapters: {path} does not fit the model; {'; '.join(problems[:4])}"
@@ -153,20 +161,26 @@ def _shape(adapter: Any) -> tuple[int, ...]:
     return shape if cut is None else cut[0].whole_shape(shape)
 
 
-def _of(config: Mapping[str, Any], what: str, name: str) -> Any:
-    """A layer's own value, else that of all."""
-    pattern = config.get(f"{what}_pattern") or {}
-    own = next((value for key, value in pattern.items() if name == key or name.endswith(f".{key}")), None)
-    return config.get("lora_alpha") if own is None else own
-
-
 def _require_plain(config: Any, path: Path) -> None:
     """Refuse adapters that compute otherwise."""
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise CheckpointError(f"load_adapters: {path / _CONFIG} is not of peft_type LORA")
-    other = [key for key in ("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias") if config.get(key)]
+    other = [key for key, value in config.items() if value and _computes_otherwise(key)]
     if other or config.get("bias", "none") != "none":
         raise CheckpointError(
             f"load_adapters: {path / _CONFIG} asks for {', '.join(other) or 'bias'}, which these layers do not "
             "compute; load it with PEFT"
         )
+    begin = config.get("init_lora_weights", True)
+    if isinstance(begin, str) and begin.lower() not in ("gaussian", "eva", "orthogonal"):
+        raise CheckpointError(
+            f"load_adapters: {path / _CONFIG} has init_lora_weights {begin!r}, by which PEFT changes the frozen "
+            "weights, too, and the model here has others. Save it by save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...) of PEFT, or load it with PEFT"
+        )
+
+
+def _computes_otherwise(key: str) -> bool:
+    """Whether a key of PEFT's config, where it is set, is a variant of LoRA."""
+    config = key.endswith("_config") and key not in ("eva_config", "loftq_config", "megatron_config", "runtime_config")
+    return config or key.startswith("use_") or key in _VARIANTS

@@ -190,9 +190,17 @@ def test_files_of_peft(tmp_path):
         load_adapters(adapted(lora_alpha=7.0), tmp_path / "ours")
     config = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["o_proj", "q_proj"]
-    (tmp_path / "ours" / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
-    with pytest.raises(CheckpointError, match="asks for use_dora"):
-        load_adapters(model, tmp_path / "ours")
+    for change, said in (
+        ({"use_dora": True}, "asks for use_dora"),
+        ({"kasa_config": {"beta": 1}}, "asks for kasa_config"),
+        ({"alora_invocation_tokens": [1]}, "asks for alora_invocation_tokens"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4', by which PEFT changes the frozen"),
+        ({"alpha_pattern": {"q_.*": 3.0}}, r"alpha_pattern has 'q_\.\*', with which no name of a layer ends"),
+        ({"alpha_pattern": {"q_proj": 3.0}}, "q_proj has lora_alpha 3.0 there and 6.0 in the model"),
+    ):
+        (tmp_path / "ours" / "adapter_config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(CheckpointError, match=said):
+            load_adapters(model, tmp_path / "ours")
     with pytest.raises(CheckpointError, match="has no adapter in the format of PEFT"):
         load_adapters(model, tmp_path)
     with pytest.raises(UsageError, match="save_adapters: the model has no layer with adapters"):
