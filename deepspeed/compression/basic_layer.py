@@ -216,7 +216,7 @@ class CompressedLayer(nn.Module):
     def _prune(self, name: str, ratio: float, method: str, heads: int = 1) -> None:
         """Choose what goes by how large it is now: for good (l1), or as the scores that are trained from here."""
         state = self.compressed
-        require_whole(self, f"compression_training.{name}")
+        require_whole(self._parameters["weight"], f"compression_training.{name}")
         importance = self._importance(name, heads)
         _require_some(ratio, importance.numel(), name, state.name or type(self).__name__)
         if method == "topk":

@@ -191,9 +191,8 @@ def over_inputs(cut: ParameterCut | None) -> Reduce | None:
     return _over(cut) if cut is not None and split is not None and split.dim == 1 else None
 
 
-def require_whole(module: nn.Module, what: str) -> None:
-    """Refuse a layer whose values are not all here."""
-    weight = module._parameters["weight"]
+def require_whole(weight: Tensor | None, what: str) -> None:
+    """Refuse a weight whose values are not all here."""
     if weight is None or weight.is_meta or hasattr(weight, "ds_id") or not weight.numel():
         raise UsageError(
             f"{what} looks at the values of weights, and this model has none here, or parts of them; build it outside "

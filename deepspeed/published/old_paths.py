@@ -71,6 +71,7 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.pipe.schedule": "deepspeed.pipe.schedule.views",
     "deepspeed.runtime.pipe.topology": "deepspeed.parallel.topology",
     "deepspeed.runtime.progressive_layer_drop": "deepspeed.data.pacing",
+    "deepspeed.runtime.quantize": "deepspeed.compression.quantize",
     "deepspeed.runtime.rollout.base": "deepspeed.hybrid.rollout",
     "deepspeed.runtime.rollout.hybrid_engine_rollout": "deepspeed.hybrid.rollout",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepspeed.sequence.parallel_state",
@@ -464,7 +465,6 @@ REMOVED: dict[str, str] = {
 }
 
 _TORCHAO = "torchao and PEFT quantise models, and engines of this library train them"
-_MOQ = "the section quantize_training rounds weights while they train"
 _SCHEDULE = "engine.compile() takes a schedule, and docs/compile.md describes it"
 _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 
@@ -476,7 +476,6 @@ COMING: dict[str, str] = {
     "deepspeed.compile.z3_eager_fallback": _SCHEDULE,
     "deepspeed.runtime.compression": _TORCHAO,
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,
-    "deepspeed.runtime.quantize": _MOQ,
     "deepspeed.runtime.rollout.continuous_batching": "engine.generate runs a schedule of its own",
     "deepspeed.runtime.rollout.opsd": "compute the loss from the logits of both models",
     "deepspeed.runtime.weight_quantizer": "deepspeed.linear and init_inference(quant=...) let weights rest in few bits",

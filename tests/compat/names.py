@@ -8,7 +8,6 @@ from pathlib import Path
 
 FEATURES = {
     "DeepCompile": "compiled graphs over sharded parameters, and passes over them",
-    "compression": "the quantiser of MoQ as a class",
     "hybrid engine": "helpers of its graphs",
     "inference": "the config of a layer of DeepSpeed's injected kernels",
     "rollout": "continuous batches and distillation, as helpers",

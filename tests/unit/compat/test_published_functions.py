@@ -49,11 +49,11 @@ def test_version_is_text():
 
 
 def test_names_to_come_are_told_apart_from_a_broken_installation():
-    assert not hasattr(deepspeed.runtime, "quantize")
-    with pytest.raises(AttributeError, match=r"deepspeed.runtime.quantize is not part of this version yet; until then"):
-        deepspeed.runtime.quantize  # noqa: B018
-    for name in ("deepspeed.runtime.quantize", "deepspeed.runtime.quantize.below"):
-        with pytest.raises(ImportError, match=r"deepspeed\.runtime\.quantize[.\w]* is not part of this version yet"):
+    assert not hasattr(deepspeed.runtime, "compression")
+    with pytest.raises(AttributeError, match=r"runtime.compression is not part of this version yet; until then"):
+        deepspeed.runtime.compression  # noqa: B018
+    for name in ("deepspeed.runtime.compression", "deepspeed.runtime.compression.below"):
+        with pytest.raises(ImportError, match=r"runtime\.compression[.\w]* is not part of this version yet"):
             importlib.import_module(name)
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'deepspeed\.nothing'"):
         importlib.import_module("deepspeed.nothing")
