@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,14 @@ from torch import Tensor, nn
 from deepspeed.config.data import RandomLTDConfig
 from deepspeed.data.curriculum import Ramp
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.ops.random_ltd import GatherTokens, ScatterTokens, bert_sample_tokens, gpt_sample_tokens, token_gather
+from deepspeed.ops.random_ltd import (
+    GatherTokens,
+    ScatterTokens,
+    gpt_sample_tokens,
+    mask_gather_bert,
+    mask_gather_gpt,
+    token_gather,
+)
 
 __all__ = [
     "RandomLTDScheduler",
@@ -102,6 +110,8 @@ class RandomLayerTokenDrop(nn.Module):
         self.random_ltd_layer = layer
         self.random_ltd_scheduler: RandomLTDScheduler | None = None
         self.random_ltd_layer_id = 0
+        self._names = list(inspect.signature(layer.forward).parameters)[1:]
+        """The arguments of the layer behind its hidden states."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -124,39 +134,33 @@ class RandomLayerTokenDrop(nn.Module):
         kept = min(scheduler.get_current_seq(), length)
         if kept == length:
             return self.random_ltd_layer(hidden_states, *args, **kwargs)
-        index = self._choose(scheduler, kept, length, batch, hidden_states.device, kwargs)
+        seed = (scheduler.draw[0] * 4099 + scheduler.draw[1]) * 8191 + self.random_ltd_layer_id
+        chance = torch.Generator().manual_seed(seed % 2**63)
+        index = gpt_sample_tokens(kept, length, batch, 1, hidden_states.device, None, chance)[0][0]
         _, part = GatherTokens.apply(hidden_states, index, first)
-        result = self.random_ltd_layer(part, *args, **self._of_tokens(kwargs, index, length))
+        named = self._names[: len(args)]
+        given = self._of_tokens(section, {**dict(zip(named, args, strict=False)), **kwargs}, index, length)
+        args = (*(given.pop(name) for name in named), *args[len(named) :])
+        result = self.random_ltd_layer(part, *args, **given)
         tupled = isinstance(result, tuple)
         whole = ScatterTokens.apply(hidden_states, result[0] if tupled else result, index, first)
         return (whole, *result[1:]) if tupled else whole
 
-    def _choose(
-        self, scheduler: RandomLTDScheduler, kept: int, length: int, batch: int, device: Any, kwargs: dict[str, Any]
-    ) -> Tensor:
-        """The positions that are kept: the same on ranks that share samples, and when the layer runs again."""
-        step, rank = scheduler.draw
-        seed = ((step * 4099 + rank) * 8191 + self.random_ltd_layer_id) % 2**63
-        chance, name = torch.Generator().manual_seed(seed), scheduler.section.model_mask_name or ""
-        mask = kwargs.get(name)
-        if scheduler.section.model_type == "decoder":
-            square = mask is not None and mask.dim() > 2
-            index, corner = gpt_sample_tokens(kept, length, batch, 1, device, mask if square else None, chance)
-            if square:
-                kwargs[name] = corner
-            elif mask is not None:
-                kwargs[name] = mask.gather(1, index[0].long())
-            return index[0]
-        if mask is None:
+    def _of_tokens(self, section: RandomLTDConfig, given: dict[str, Any], index: Tensor, length: int) -> dict[str, Any]:
+        """What the layer is called with, for the kept tokens; a mask that is None leaves nothing out."""
+        name, layer = section.model_mask_name or "", type(self.random_ltd_layer).__name__
+        encoder, mask = section.model_type == "encoder", given.get(name)
+        if encoder and name not in given:
             raise UsageError(
-                f"{_PATH}.model_mask_name is {name!r}, and {type(self.random_ltd_layer).__name__} was called without "
-                "such an argument; an encoder's mask must follow its tokens. Name the keyword of the mask"
+                f"{_PATH}.model_mask_name is {name!r}, and {layer} was called without such an argument; an encoder's "
+                "mask must follow its tokens. Name the argument of the mask"
             )
-        index, masks = bert_sample_tokens(kept, length, batch, 1, device, mask, chance)
-        kwargs[name] = masks[0]
-        return index[0]
+        if mask is not None and not isinstance(mask, Tensor):
+            raise UsageError(
+                f"{_PATH}: {layer} was called with {name} of {type(mask).__name__}, which cannot follow its tokens; "
+                "use attention whose mask is a tensor, such as attn_implementation='sdpa'"
+            )
 
-    def _of_tokens(self, kwargs: dict[str, Any], index: Tensor, length: int) -> dict[str, Any]:
         def part(value: Any) -> Any:
             if isinstance(value, (tuple, list)):
                 return type(value)(map(part, value))
@@ -164,7 +168,12 @@ class RandomLayerTokenDrop(nn.Module):
                 return token_gather(value.expand(len(index), *value.shape[1:]), index)
             return value
 
-        return {name: part(value) if name in _BY_TOKEN else value for name, value in kwargs.items()}
+        found = {key: part(value) if key in _BY_TOKEN else value for key, value in given.items()}
+        if mask is not None and mask.dim() == 2:
+            found[name] = token_gather(mask.expand(len(index), -1), index)
+        elif mask is not None:
+            found[name] = mask_gather_bert(mask, index[None])[0] if encoder else mask_gather_gpt(mask, index.shape[1])
+        return found
 
 
 def convert_to_random_ltd(model: nn.Module, convert_type: type[nn.Module]) -> nn.Module:
