@@ -14,7 +14,6 @@ from torch import Tensor
 from deepspeed.config.data import (
     CurriculumSchedule,
     CurriculumScheduleConfig,
-    ProgressiveLayerDropConfig,
     RandomLTDScheduleConfig,
 )
 from deepspeed.errors import DeepSpeedConfigError, UsageError
@@ -180,8 +179,3 @@ class Ramp:
         if not (low and high and steps and quantum):
             raise AssertionError("the section was checked")
         return cls.root(low, high, steps, quantum=quantum)
-
-    @classmethod
-    def of_layers(cls, section: ProgressiveLayerDropConfig) -> Ramp:
-        """The share of layers that are kept."""
-        return cls.decay(section.theta, section.gamma)

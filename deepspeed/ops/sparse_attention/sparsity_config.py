@@ -7,6 +7,7 @@ random blocks come from a generator of their own, which begins with `seed`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,24 +25,43 @@ __all__ = [
 ]
 
 
-def _require_counts(owner: object, least: int, **counts: int) -> None:
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise UsageError(f"{type(owner).__name__}: {name} is {count!r}; expected a whole number from {least} on")
+def _require_counts(owner: object, least: int, *names: str) -> None:
+    for name in names:
+        given = getattr(owner, name)
+        for count in given if isinstance(given, list) else [given]:
+            if isinstance(count, bool) or not isinstance(count, int) or count < least:
+                raise UsageError(
+                    f"{type(owner).__name__}: {name} is {count!r}; expected a whole number from {least} on"
+                )
 
 
+@dataclass(eq=False)
 class SparsityConfig:
     """What all patterns share: heads, tokens in a block, and whether heads differ. Subclasses fill the layout."""
 
+    num_heads: int
+    block: int = 16
+    different_layout_per_head: bool = False
+
     attention = "bidirectional"
     """`unidirectional`: a token attends to itself and to those before it, also inside a block."""
+    horizontal_global_attention = False
+    """Whether global blocks attend to all others."""
 
-    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
-        _require_counts(self, 1, num_heads=num_heads, block=block)
-        self.num_heads = num_heads
-        self.block = block
-        self.different_layout_per_head = different_layout_per_head
-        self.num_layout_heads = num_heads if different_layout_per_head else 1
+    def __post_init__(self) -> None:
+        _require_counts(self, 1, "num_heads", "block")
+        if self.attention not in ("bidirectional", "unidirectional"):
+            raise UsageError(f"attention is {self.attention!r}; expected 'bidirectional' or 'unidirectional'")
+        if self.horizontal_global_attention and self.causal:
+            raise UsageError(
+                "horizontal_global_attention is true with attention 'unidirectional', where global blocks cannot "
+                "attend to later ones; set it to false, or attention to 'bidirectional'"
+            )
+
+    @property
+    def num_layout_heads(self) -> int:
+        """Heads with layouts of their own."""
+        return self.num_heads if self.different_layout_per_head else 1
 
     @property
     def causal(self) -> bool:
@@ -79,24 +99,14 @@ class SparsityConfig:
             layout.tril_()
         return self.check_and_propagate_first_head_layout(layout)
 
-    def _direct(self, attention: str, horizontal: bool = False) -> None:
-        if attention not in ("bidirectional", "unidirectional"):
-            raise UsageError(f"attention is {attention!r}; expected 'bidirectional' or 'unidirectional'")
-        self.attention = attention
-        if horizontal and self.causal:
-            raise UsageError(
-                "horizontal_global_attention is true with attention 'unidirectional', where global blocks cannot "
-                "attend to later ones; set it to false, or attention to 'bidirectional'"
-            )
 
-
-def _require_fit(owner: object, head: Tensor, **counts: int) -> None:
-    for name, count in counts.items():
-        if count > len(head):
-            raise UsageError(
-                f"{type(owner).__name__}: {name} is {count}, and the sequence has {len(head)} blocks; give at most "
-                f"{len(head)}, smaller blocks, or longer sequences"
-            )
+def _require_fit(owner: object, head: Tensor, name: str) -> None:
+    count = getattr(owner, name)
+    if count > len(head):
+        raise UsageError(
+            f"{type(owner).__name__}: {name} is {count}, and the sequence has {len(head)} blocks; give at most "
+            f"{len(head)}, smaller blocks, or longer sequences"
+        )
 
 
 class _Sliding(SparsityConfig):
@@ -104,9 +114,13 @@ class _Sliding(SparsityConfig):
 
     num_sliding_window_blocks: int
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_counts(self, 1, "num_sliding_window_blocks")
+
     def set_sliding_window_layout(self, h: int, layout: Tensor) -> Tensor:
         """Let each block attend to those at most half a window away."""
-        _require_fit(self, layout[h], num_sliding_window_blocks=self.num_sliding_window_blocks)
+        _require_fit(self, layout[h], "num_sliding_window_blocks")
         rows = torch.arange(layout.shape[1])
         layout[h][(rows[:, None] - rows).abs() <= self.num_sliding_window_blocks // 2] = 1
         return layout
@@ -120,7 +134,7 @@ class _Scattered(SparsityConfig):
 
     def set_random_layout(self, h: int, layout: Tensor) -> Tensor:
         """Let each block attend to `num_random_blocks` others, or to all that come before where these are fewer."""
-        _require_fit(self, layout[h], num_random_blocks=self.num_random_blocks)
+        _require_fit(self, layout[h], "num_random_blocks")
         generator = torch.Generator().manual_seed(self.seed + h)
         for row, blocks in enumerate(layout[h]):
             choices = row + 1 if self.causal else len(blocks)
@@ -128,18 +142,34 @@ class _Scattered(SparsityConfig):
         return layout
 
 
-def _spans(owner: object, starts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
-    """Global blocks as half-open intervals."""
-    if ends is None:
-        ends = [start + 1 for start in starts]
-    if len(ends) != len(starts) or any(not 0 <= start < end for start, end in zip(starts, ends, strict=False)):
-        raise UsageError(
-            f"{type(owner).__name__}: global_block_indices is {list(starts)} and global_block_end_indices "
-            f"{list(ends)}; expected as many ends as starts, each above its start, and no negative one"
-        )
-    return list(zip(starts, ends, strict=True))
+class _Placed(SparsityConfig):
+    """A pattern with global blocks at given places."""
+
+    global_block_indices: Sequence[int]
+    global_block_end_indices: Sequence[int] | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.global_block_indices = list(self.global_block_indices)
+        if self.global_block_end_indices is not None:
+            self.global_block_end_indices = list(self.global_block_end_indices)
+        _ = self.global_spans
+
+    @property
+    def global_spans(self) -> list[tuple[int, int]]:
+        """Global blocks as half-open intervals."""
+        starts, ends = self.global_block_indices, self.global_block_end_indices
+        if ends is None:
+            ends = [start + 1 for start in starts]
+        if len(ends) != len(starts) or any(not 0 <= start < end for start, end in zip(starts, ends, strict=False)):
+            raise UsageError(
+                f"{type(self).__name__}: global_block_indices is {list(starts)} and global_block_end_indices "
+                f"{list(ends)}; expected as many ends as starts, each above its start, and no negative one"
+            )
+        return list(zip(starts, ends, strict=True))
 
 
+@dataclass(eq=False)
 class DenseSparsityConfig(SparsityConfig):
     """Every block attends to every other."""
 
@@ -148,49 +178,35 @@ class DenseSparsityConfig(SparsityConfig):
         layout[h] = 1
 
 
+@dataclass(eq=False)
 class FixedSparsityConfig(SparsityConfig):
     """Windows of blocks that attend to each other, and to some blocks of every window."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_local_blocks: int = 4,
-        num_global_blocks: int = 1,
-        attention: str = "bidirectional",
-        horizontal_global_attention: bool = False,
-        num_different_global_patterns: int = 1,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _require_counts(
-            self,
-            1,
-            num_local_blocks=num_local_blocks,
-            num_global_blocks=num_global_blocks,
-            num_different_global_patterns=num_different_global_patterns,
-        )
-        if num_local_blocks % num_global_blocks:
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_counts(self, 1, "num_local_blocks", "num_global_blocks", "num_different_global_patterns")
+        if self.num_local_blocks % self.num_global_blocks:
             raise UsageError(
-                f"num_local_blocks is {num_local_blocks} and num_global_blocks {num_global_blocks}; the second must "
-                "divide the first"
+                f"num_local_blocks is {self.num_local_blocks} and num_global_blocks {self.num_global_blocks}; the "
+                "second must divide the first"
             )
-        patterns = num_local_blocks // num_global_blocks
-        if num_different_global_patterns > patterns:
+        patterns = self.num_local_blocks // self.num_global_blocks
+        if self.num_different_global_patterns > patterns:
             raise UsageError(
-                f"num_different_global_patterns is {num_different_global_patterns}; a window of {num_local_blocks} "
-                f"blocks with {num_global_blocks} global ones has at most {patterns}"
+                f"num_different_global_patterns is {self.num_different_global_patterns}; a window of "
+                f"{self.num_local_blocks} blocks with {self.num_global_blocks} global ones has at most {patterns}"
             )
-        if num_different_global_patterns > 1 and not different_layout_per_head:
+        if self.num_different_global_patterns > 1 and not self.different_layout_per_head:
             raise UsageError(
-                f"num_different_global_patterns is {num_different_global_patterns}, and all heads have one layout; "
-                "set different_layout_per_head to true"
+                f"num_different_global_patterns is {self.num_different_global_patterns}, and all heads have one "
+                "layout; set different_layout_per_head to true"
             )
-        self._direct(attention, horizontal_global_attention)
-        self.num_local_blocks = num_local_blocks
-        self.num_global_blocks = num_global_blocks
-        self.horizontal_global_attention = horizontal_global_attention
-        self.num_different_global_patterns = num_different_global_patterns
 
     def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
         """Let the blocks of a window attend to each other."""
@@ -220,36 +236,25 @@ class FixedSparsityConfig(SparsityConfig):
         self.set_global_layout(h, layout)
 
 
-class VariableSparsityConfig(_Scattered):
+@dataclass(eq=False)
+class VariableSparsityConfig(_Scattered, _Placed):
     """Windows of several sizes, global blocks at given places, and blocks at random."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 0,
-        local_window_blocks: Sequence[int] = (4,),
-        global_block_indices: Sequence[int] = (0,),
-        global_block_end_indices: Sequence[int] | None = None,
-        attention: str = "bidirectional",
-        horizontal_global_attention: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _require_counts(self, 0, num_random_blocks=num_random_blocks)
-        if not local_window_blocks:
+    num_random_blocks: int = 0
+    local_window_blocks: Sequence[int] = (4,)
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.local_window_blocks = list(self.local_window_blocks)
+        _require_counts(self, 0, "num_random_blocks")
+        _require_counts(self, 1, "local_window_blocks")
+        if not self.local_window_blocks:
             raise UsageError("local_window_blocks is empty; give the size of at least one window, in blocks")
-        for size in local_window_blocks:
-            _require_counts(self, 1, local_window_blocks=size)
-        self._direct(attention, horizontal_global_attention)
-        self.global_spans = _spans(self, global_block_indices, global_block_end_indices)
-        self.num_random_blocks = num_random_blocks
-        self.local_window_blocks = list(local_window_blocks)
-        self.global_block_indices = list(global_block_indices)
-        self.global_block_end_indices = None if global_block_end_indices is None else list(global_block_end_indices)
-        self.horizontal_global_attention = horizontal_global_attention
-        self.seed = seed
 
     def set_local_layout(self, h: int, layout: Tensor) -> Tensor:
         """Let the blocks of a window attend to each other; the last size holds for all windows that follow."""
@@ -276,32 +281,23 @@ class VariableSparsityConfig(_Scattered):
         self.set_global_layout(h, layout)
 
 
+@dataclass(eq=False)
 class BigBirdSparsityConfig(_Sliding, _Scattered):
     """A sliding window, the first blocks as global ones, and blocks at random."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 1,
-        num_sliding_window_blocks: int = 3,
-        num_global_blocks: int = 1,
-        attention: str = "bidirectional",
-        seed: int = 0,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _require_counts(self, 0, num_random_blocks=num_random_blocks, num_global_blocks=num_global_blocks)
-        _require_counts(self, 1, num_sliding_window_blocks=num_sliding_window_blocks)
-        self._direct(attention)
-        self.num_random_blocks = num_random_blocks
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.num_global_blocks = num_global_blocks
-        self.seed = seed
+    num_random_blocks: int = 1
+    num_sliding_window_blocks: int = 3
+    num_global_blocks: int = 1
+    attention: str = "bidirectional"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_counts(self, 0, "num_random_blocks", "num_global_blocks")
 
     def set_global_layout_itc(self, h: int, layout: Tensor) -> Tensor:
         """Let the first blocks attend to all, and all to them."""
-        _require_fit(self, layout[h], num_global_blocks=self.num_global_blocks)
+        _require_fit(self, layout[h], "num_global_blocks")
         layout[h, : self.num_global_blocks] = 1
         layout[h, :, : self.num_global_blocks] = 1
         return layout
@@ -313,26 +309,14 @@ class BigBirdSparsityConfig(_Sliding, _Scattered):
         self.set_global_layout_itc(h, layout)
 
 
-class BSLongformerSparsityConfig(_Sliding):
+@dataclass(eq=False)
+class BSLongformerSparsityConfig(_Sliding, _Placed):
     """A sliding window, and global blocks at given places."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_sliding_window_blocks: int = 3,
-        global_block_indices: Sequence[int] = (0,),
-        global_block_end_indices: Sequence[int] | None = None,
-        attention: str = "bidirectional",
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _require_counts(self, 1, num_sliding_window_blocks=num_sliding_window_blocks)
-        self._direct(attention)
-        self.global_spans = _spans(self, global_block_indices, global_block_end_indices)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.global_block_indices = list(global_block_indices)
-        self.global_block_end_indices = None if global_block_end_indices is None else list(global_block_end_indices)
+    num_sliding_window_blocks: int = 3
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = "bidirectional"
 
     def set_global_layout(self, h: int, layout: Tensor) -> Tensor:
         """Let global blocks attend to all, and all to them."""
@@ -347,20 +331,13 @@ class BSLongformerSparsityConfig(_Sliding):
         self.set_global_layout(h, layout)
 
 
+@dataclass(eq=False)
 class LocalSlidingWindowSparsityConfig(_Sliding):
     """A sliding window alone."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        num_sliding_window_blocks: int = 3,
-        attention: str = "unidirectional",
-    ) -> None:
-        super().__init__(num_heads, block)
-        _require_counts(self, 1, num_sliding_window_blocks=num_sliding_window_blocks)
-        self._direct(attention)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
+    different_layout_per_head: bool = field(default=False, init=False)
+    num_sliding_window_blocks: int = 3
+    attention: str = "unidirectional"
 
     def fill(self, h: int, layout: Tensor) -> None:
         """Neighbours."""
