@@ -7,9 +7,10 @@ query.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,10 +66,22 @@ def _scores(query: Tensor, key: Tensor, biases: Sequence[Tensor], part: _Part) -
     return scores
 
 
+def _in_its_dtypes(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep autocast away, which would multiply in 16 bits."""
+
+    @functools.wraps(run)
+    def exact(ctx: Any, first: Tensor, *rest: Any) -> Any:
+        with torch.autocast(first.device.type, enabled=False):
+            return run(ctx, first, *rest)
+
+    return exact
+
+
 class _EvoformerAttention(torch.autograd.Function):
     """The parts one after the other; gradients of a bias are summed over what it is broadcast to."""
 
     @staticmethod
+    @_in_its_dtypes
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *biases: Tensor) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -91,6 +104,7 @@ class _EvoformerAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_in_its_dtypes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, most, inverse, *biases = ctx.saved_tensors
         wide = most.dtype

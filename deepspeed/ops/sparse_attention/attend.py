@@ -92,13 +92,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, pattern: BlockPattern, bia
     A bias is broadcast to the scores [batch, heads, length, length]. A query that may attend to nothing gets zeros.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(wide) @ key.to(wide).transpose(-2, -1)) / math.sqrt(query.shape[-1])
-    for bias in biases:
-        scores = scores + bias
-    scores = scores.masked_fill(~pattern.allowed, -math.inf)
-    nothing = scores.detach().amax(-1, keepdim=True) == -math.inf
-    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-    return (weights @ value.to(wide)).to(query.dtype)
+    with torch.autocast(query.device.type, enabled=False):  # it would multiply in 16 bits
+        scores = (query.to(wide) @ key.to(wide).transpose(-2, -1)) / math.sqrt(query.shape[-1])
+        for bias in biases:
+            scores = scores + bias
+        scores = scores.masked_fill(~pattern.allowed, -math.inf)
+        nothing = scores.detach().amax(-1, keepdim=True) == -math.inf
+        weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+        return (weights @ value.to(wide)).to(query.dtype)
 
 
 @functools.cache

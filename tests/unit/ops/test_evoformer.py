@@ -70,14 +70,17 @@ def test_a_bias_without_a_gradient_gets_none():
     assert second.grad is not None
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_every_dtype(dtype):
-    """As near as one rounding of the exact result."""
+def test_every_dtype(dtype, autocast):
+    """As near as one rounding of the exact result, and autocast changes nothing."""
     inputs = scene(queries=33, dtype=dtype)
     exact = [each.detach().double().requires_grad_() for each in inputs]
-    found, expected = DS4Sci_EvoformerAttention(*inputs[:3], inputs[3:]), formula(*exact)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = DS4Sci_EvoformerAttention(*inputs[:3], inputs[3:])
+        found.sum().backward()
+    expected = formula(*exact)
     assert found.dtype == dtype
-    found.sum().backward()
     expected.sum().backward()
     near = max(torch.finfo(dtype).eps, 1e-5)
     torch.testing.assert_close(found.double(), expected, rtol=near, atol=near)
