@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ _WIDEST = 128
 
 _Part = tuple[slice, slice, slice]
 """Samples, rows and queries."""
+_Run = TypeVar("_Run", bound=Callable[..., Any])
 
 
 def _steps(shape: torch.Size, keys: int) -> tuple[int, int]:
@@ -66,7 +67,7 @@ def _scores(query: Tensor, key: Tensor, biases: Sequence[Tensor], part: _Part) -
     return scores
 
 
-def _in_its_dtypes(run: Callable[..., Any]) -> Callable[..., Any]:
+def _in_its_dtypes(run: _Run) -> _Run:
     """Keep autocast away, which would multiply in 16 bits."""
 
     @functools.wraps(run)
@@ -74,7 +75,7 @@ def _in_its_dtypes(run: Callable[..., Any]) -> Callable[..., Any]:
         with torch.autocast(first.device.type, enabled=False):
             return run(ctx, first, *rest)
 
-    return exact
+    return exact  # type: ignore[return-value]
 
 
 class _EvoformerAttention(torch.autograd.Function):
