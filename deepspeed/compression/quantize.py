@@ -18,7 +18,7 @@ from deepspeed.transformers.replacement import whole_shape
 __all__ = ["Quantizer"]
 
 
-class Quantizer:
+class ParameterQuantizer:
     """Rounds the parameters of two dims or more that have attributes `start_bits`, `target_bits` and `q_period`.
 
     After `q_period` steps a parameter's `start_bits` falls by one, down to `target_bits`, and its period doubles.
@@ -131,3 +131,7 @@ class Quantizer:
         noise = torch.rand_like(rows, dtype=torch.float32) if self.q_rounding == 1 and bits > 2 else None
         found = round_groups(rows, bits, asym=self.q_type == 1, noise=noise)
         return found.values.view(inputs.shape).to(inputs.dtype)
+
+
+Quantizer = ParameterQuantizer
+"""Its published name."""
