@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from deepspeed.transformers.replacement import whole_shape
 __all__ = ["Quantizer"]
 
 
+@dataclass(eq=False)
 class ParameterQuantizer:
     """Rounds the parameters of two dims or more that have attributes `start_bits`, `target_bits` and `q_period`.
 
@@ -26,26 +28,20 @@ class ParameterQuantizer:
     the nearest code and 1 at random. `q_eigenvalue` and `layer_num` are kept for scripts that read them.
     """
 
-    def __init__(
-        self,
-        q_groups: int = 1,
-        q_mixed_fp16: bool = False,
-        q_change_ratio: float = 0.01,
-        q_type: int = 0,
-        q_rounding: int = 0,
-        q_verbose: bool = False,
-        q_eigenvalue: bool = False,
-        use_quantizer_kernel: bool = False,
-        layer_num: int = 0,
-    ) -> None:
-        """`use_quantizer_kernel` changes nothing: all devices round by the same operations."""
-        self.q_groups, self.q_mixed_fp16, self.q_change_ratio = q_groups, q_mixed_fp16, q_change_ratio
-        self.q_type, self.q_rounding, self.q_verbose = q_type, q_rounding, q_verbose
-        self.q_eigenvalue, self.use_quantizer_kernel, self.layer_num = q_eigenvalue, use_quantizer_kernel, layer_num
-        self.qsteps = 0
-        self.quantize_real_ratio = 1.0
-        """The share of the unrounded weight, of `q_mixed_fp16`."""
-        self._seen: list[Any] = []
+    q_groups: int = 1
+    q_mixed_fp16: bool = False
+    q_change_ratio: float = 0.01
+    q_type: int = 0
+    q_rounding: int = 0
+    q_verbose: bool = False
+    q_eigenvalue: bool = False
+    use_quantizer_kernel: bool = False
+    """Changes nothing: all devices round by the same operations."""
+    layer_num: int = 0
+    qsteps: int = field(default=0, init=False)
+    quantize_real_ratio: float = field(default=1.0, init=False)
+    """The share of the unrounded weight, of `q_mixed_fp16`."""
+    _seen: list[Any] = field(default_factory=list, init=False, repr=False)
 
     def any_precision_switch(self) -> bool:
         """Whether a bit goes at the next step, of the parameters that were last rounded; true before there are any."""

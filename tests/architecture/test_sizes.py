@@ -42,7 +42,6 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/ops/onebit/adam.py::__init__": "the public signature",
     "deepspeed/ops/onebit/lamb.py::__init__": "the public signature",
     "deepspeed/ops/onebit/zoadam.py::__init__": "the public signature",
-    "deepspeed/ops/sparse_attention/sparsity_config.py::__init__": "the public signature, and a seed",
     "deepspeed/ops/transformer/transformer.py::forward": "the public signature",
     "deepspeed/transformers/sparse_attention.py::pad_to_block_size": "the public signature",
     "deepspeed/profiling/flops_profiler/profiler.py::get_model_profile": "the public signature",
