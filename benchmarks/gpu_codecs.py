@@ -75,19 +75,20 @@ def _differ(what: str, found: Tensor, expected: Tensor) -> Iterator[str]:
 def _apart(codec: BlockCodec) -> Iterator[str]:
     """Where kernels and references make other bits, also of short blocks and of rows."""
     for numel in (37, ODD):
+        places = ((0, numel, 0, 0),)
         for dtype in (torch.bfloat16, torch.float32):
             x = torch.randn(3, numel, device="cuda").mul_(torch.logspace(-2, 2, 3, device="cuda")[:, None]).to(dtype)
             found = codec.encode(x)
             payload, scales = codec.parts(torch.zeros_like(found), numel)
-            rows.encode_reference(codec.form, codec.block, x, payload, scales)
+            rows.encode_reference(codec.form, codec.block, places, x, payload, scales)
             yield from _differ("payload", codec.parts(found, numel)[0], payload)
             yield from _differ("scales", codec.parts(found, numel)[1], scales)
             payload, scales = codec.parts(found, numel)
             expected = torch.empty_like(x)
-            rows.decode_reference(codec.form, codec.block, payload, scales, expected)
+            rows.sum_reference(codec.form, codec.block, places, payload[None], scales[None], expected)
             yield from _differ("decoded", codec.decode(found, torch.empty_like(x)), expected)
             total = torch.empty(1, numel, device="cuda")
-            rows.sum_reference(codec.form, codec.block, payload[:, None], scales[:, None], total)
+            rows.sum_reference(codec.form, codec.block, places, payload[:, None], scales[:, None], total)
             yield from _differ("sum", codec.decode_sum(found, torch.empty(numel, device="cuda")), total[0])
 
 

@@ -87,31 +87,32 @@ class BlockCodec:
         """Of a message of whole blocks."""
         return (0, 4), (_aligned(4 * self.scales(numel), _ALIGNED), self.payload_bytes(self.block))
 
-    def encode(self, values: Tensor, message: Tensor | None = None) -> Tensor:
-        return self._encode(values, message, None)
-
-    def encode_at_random(self, values: Tensor, seed: int, message: Tensor | None = None) -> Tensor:
-        """As `encode`, rounded up or down with the odds that make the mean right; the same seed, the same bytes."""
-        return self._encode(values, message, seed)
-
-    def _encode(self, values: Tensor, message: Tensor | None, seed: int | None) -> Tensor:
+    def encode(self, values: Tensor, message: Tensor | None = None, seed: int | None = None) -> Tensor:
+        """See `Codec`; with a `seed` rounded up or down with the odds that make the mean right."""
         if message is None:
             message = values.new_empty(*values.shape[:-1], self.nbytes(values.shape[-1]), dtype=torch.uint8)
-        payload, scales = self.parts(_rows(message), values.shape[-1])
-        numbers.encode(self.form, self.block, _rows(values), payload, scales, seed)
+        self.encode_parts(((0, values.shape[-1]),), _rows(values), _rows(message), seed)
         return message
 
     def decode(self, message: Tensor, out: Tensor) -> Tensor:
-        numbers.decode(self.form, self.block, *self.parts(_rows(message), out.shape[-1]), _rows(out))
+        self.sum_parts(((0, out.shape[-1]),), _rows(message).unsqueeze(0), _rows(out))
         return out
 
-    def encode_parts(self, parts: Parts, values: Tensor, message: Tensor) -> None:
+    def decode_sum(self, messages: Tensor, out: Tensor) -> Tensor:
+        """See `Codec`; of `[rows, sums, nbytes]` many sums to `[sums, n]`."""
+        several = messages if messages.dim() == 3 else messages.unsqueeze(1)
+        self.sum_parts(((0, out.shape[-1]),), several, _rows(out))
+        return out
+
+    def encode_parts(self, parts: Parts, values: Tensor, message: Tensor, seed: int | None = None) -> None:
         """As `encode` of each part of rows `[rows, n]`, with messages side by side in `[rows, bytes]`."""
-        numbers.encode_parts(self.form, self.block, self.places(parts), values, message)
+        places = self.places(parts)
+        numbers.encode(self.form, self.block, places, values, message, message.view(torch.float32), seed)
 
     def sum_parts(self, parts: Parts, messages: Tensor, out: Tensor) -> None:
         """As `decode_sum` of each part, of `[rows, sums, bytes]` to `[sums, n]`; what lies between parts stays."""
-        numbers.sum_parts(self.form, self.block, self.places(parts), messages, out)
+        places = self.places(parts)
+        numbers.decode_sum(self.form, self.block, places, messages, messages.view(torch.float32), out)
 
     @lru_cache(512)  # noqa: B019 - codecs are few
     def parts_bytes(self, parts: Parts) -> int:
@@ -120,19 +121,12 @@ class BlockCodec:
 
     @lru_cache(512)  # noqa: B019 - codecs are few
     def places(self, parts: Parts) -> numbers.Places:
-        """Where the codes and scales of parts lie in their message."""
+        """Where the codes of parts lie in their message, in bytes, and their scales, in numbers."""
         found, at = [], 0
         for start, length in parts:
-            found.append((start, length, at + _aligned(4 * self.scales(length), _ALIGNED), at))
+            found.append((start, length, at + _aligned(4 * self.scales(length), _ALIGNED), at // 4))
             at += self.nbytes(length)
         return tuple(found)
-
-    def decode_sum(self, messages: Tensor, out: Tensor) -> Tensor:
-        """See `Codec`; of `[rows, sums, nbytes]` many sums to `[sums, n]`."""
-        several = messages if messages.dim() == 3 else messages.unsqueeze(1)
-        sums = out if out.dim() == 2 else out.unsqueeze(0)
-        numbers.decode_sum(self.form, self.block, *self.parts(several, out.shape[-1]), sums)
-        return out
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Rows of numbers to codes and scales, back, and to their sum: the references, and the kernels where they can.
 
-Ops `codec_encode`, `codec_decode`, `codec_sum`, `codec_signs`, `codec_signed`. A block's scale is its largest magnitude
+Ops `codec_encode`, `codec_sum`, `codec_signs`, `codec_signed`. A block's scale is its largest magnitude
 over the largest number of the format; codes are those of the number times the inverse of the scale. A block with a
 number that is not finite has a scale that is not, so all of it decodes to numbers that are not.
 """
@@ -21,119 +21,65 @@ _SIGNS = 4096
 """Elements of a block of sign bits; see [Note: planes]."""
 
 
-def encode(form: str, block: int, values: Tensor, payload: Tensor, scales: Tensor, seed: int | None = None) -> None:
-    """Write `[rows, n]` numbers as codes `[rows, bytes]` and scales `[rows, blocks]`; a `seed` rounds at random."""
-    op("codec_encode")(form, block, values, payload, scales, seed)
-
-
-def decode(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Write what codes and scales of rows mean to `out`, `[rows, n]`, in its dtype."""
-    op("codec_decode")(form, block, payload, scales, out)
-
-
-def decode_sum(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Write the sums over the rows of `[rows, sums, bytes]`, added in float32 in their order, to `out`, `[sums, n]`."""
-    op("codec_sum")(form, block, payload, scales, out)
-
-
 Places = tuple[tuple[int, int, int, int], ...]
-"""Parts of rows: (where the numbers begin, how many, where in the message the codes begin, where the scales)."""
+"""Parts of rows: (where the numbers begin, how many, where their codes begin, where their scales)."""
 
 
-def encode_parts(form: str, block: int, places: Places, values: Tensor, message: Tensor) -> None:
-    """As `encode` of each part of the rows `[rows, n]`, into messages `[rows, bytes]`."""
-    op("codec_encode_parts")(form, block, places, values, message)
+def encode(
+    form: str, block: int, places: Places, values: Tensor, payload: Tensor, scales: Tensor, seed: int | None = None
+) -> None:
+    """Write parts of `[rows, n]` numbers as codes `[rows, bytes]` and scales; a `seed` rounds at random."""
+    op("codec_encode")(form, block, places, values, payload, scales, seed)
 
 
-def sum_parts(form: str, block: int, places: Places, messages: Tensor, out: Tensor) -> None:
-    """As `decode_sum` of each part, of `[rows, sums, bytes]` to `[sums, n]`; what lies between parts stays."""
-    op("codec_sum_parts")(form, block, places, messages, out)
+def decode_sum(form: str, block: int, places: Places, payload: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Write the sums over the rows of `[rows, sums, bytes]`, added in float32 in their order, to `out`, `[sums, n]`.
 
-
-def _part(form: str, block: int, place: tuple[int, int, int, int], message: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes and scales of a part."""
-    _, length, payload, scale = place
-    codes = message.narrow(-1, payload, FORMATS[form].payload_bytes(length, block))
-    return codes, message.narrow(-1, scale, -(-length // block) * 4).view(torch.float32)
-
-
-@reference("codec_encode_parts")
-def encode_parts_reference(form: str, block: int, places: Places, values: Tensor, message: Tensor) -> None:
-    for place in places:
-        encode_reference(form, block, values.narrow(1, *place[:2]), *_part(form, block, place, message))
-
-
-@reference("codec_sum_parts")
-def sum_parts_reference(form: str, block: int, places: Places, messages: Tensor, out: Tensor) -> None:
-    for place in places:
-        sum_reference(form, block, *_part(form, block, place, messages), out.narrow(1, *place[:2]))
-
-
-@by_triton("codec_encode_parts")
-@torch.no_grad()
-def encode_parts_triton(form: str, block: int, places: Places, values: Tensor, message: Tensor) -> None:
-    if not _takes(block, values, message, message):
-        encode_parts_reference(form, block, places, values, message)
-        return
-    from deepspeed.ops.codecs.kernels import rows as kernels
-
-    kernels.encode_parts(FORMATS[form], block, places, values, message, SMALLEST)
-
-
-@by_triton("codec_sum_parts")
-@torch.no_grad()
-def sum_parts_triton(form: str, block: int, places: Places, messages: Tensor, out: Tensor) -> None:
-    if not _takes(block, out, messages, messages) or not len(messages):
-        sum_parts_reference(form, block, places, messages, out)
-        return
-    from deepspeed.ops.codecs.kernels import rows as kernels
-
-    kernels.sum_parts(FORMATS[form], block, places, messages, out)
+    In its dtype; what lies between parts stays.
+    """
+    op("codec_sum")(form, block, places, payload, scales, out)
 
 
 @reference("codec_encode")
 @torch.no_grad()
 def encode_reference(
-    form: str, block: int, values: Tensor, payload: Tensor, scales: Tensor, seed: int | None = None
+    form: str, block: int, places: Places, values: Tensor, payload: Tensor, scales: Tensor, seed: int | None = None
 ) -> None:
-    for at, (part, codes, scale) in enumerate(_parts(FORMATS[form], block, values, payload, scales)):
-        noise = None if seed is None else dither(part, seed, at * values.shape[1])
-        _encode(FORMATS[form], part, codes, scale, noise)
-
-
-@reference("codec_decode")
-@torch.no_grad()
-def decode_reference(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-    for part, codes, scale in _parts(FORMATS[form], block, out, payload, scales):
-        part.copy_(_values(FORMATS[form], codes, scale, part.shape))
+    for place in places:
+        for at, (part, codes, scale) in enumerate(_parts(FORMATS[form], block, place, values, payload, scales)):
+            noise = None if seed is None else dither(part, seed, at * values.shape[1])
+            _encode(FORMATS[form], part, codes, scale, noise)
 
 
 @reference("codec_sum")
 @torch.no_grad()
-def sum_reference(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-    for codes_of_row, scales_of_row in zip(payload, scales, strict=True):
-        for part, codes, scale in _parts(FORMATS[form], block, total, codes_of_row, scales_of_row):
-            part.add_(_values(FORMATS[form], codes, scale, part.shape))
-    out.copy_(total)
+def sum_reference(form: str, block: int, places: Places, payload: Tensor, scales: Tensor, out: Tensor) -> None:
+    for place in places:
+        rows = [_parts(FORMATS[form], block, place, out, *row) for row in zip(payload, scales, strict=True)]
+        for first, *others in zip(*rows, strict=True):
+            part, total = first[0], _values(FORMATS[form], *first)
+            for each in others:
+                total.add_(_values(FORMATS[form], *each))
+            part.copy_(total)
 
 
 def _parts(
-    form: Format, block: int, values: Tensor, payload: Tensor, scales: Tensor
+    form: Format, block: int, place: tuple[int, int, int, int], values: Tensor, payload: Tensor, scales: Tensor
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(numbers [rows, blocks, L], bytes [rows, blocks, planes, Q], scales [rows, blocks, 1]): whole, then short."""
-    rows, numel = values.shape
-    whole, rest = divmod(numel, block)
-    group, parts = block // form.lanes, []
-    split = whole * group * form.planes
-    if whole:
-        codes = payload[:, :split].unflatten(1, (whole, form.planes, group))
-        parts.append((values[:, : whole * block].unflatten(1, (whole, block)), codes, scales[:, :whole, None]))
-    if rest:
-        group = -(-rest // form.lanes)
-        codes = payload[:, split : split + group * form.planes].unflatten(1, (1, form.planes, group))
-        parts.append((values[:, whole * block :].unflatten(1, (1, rest)), codes, scales[:, whole:, None]))
-    return parts if rows else []
+    start, numel, code, at = place
+    values, scales = values.narrow(1, start, numel), scales.narrow(1, at, -(-numel // block))
+    parts, whole = [], numel // block
+    for length, begin, stop in ((block, 0, whole * block), (numel % block, whole * block, numel)):
+        if begin == stop or not len(values):
+            continue
+        blocks, group = (stop - begin) // length, -(-length // form.lanes)
+        codes = payload.narrow(1, code, blocks * form.planes * group).unflatten(1, (blocks, form.planes, group))
+        first = begin // block
+        numbers = values[:, begin:stop].unflatten(1, (blocks, length))
+        parts.append((numbers, codes, scales[:, first : first + blocks, None]))
+        code += blocks * form.planes * group
+    return parts
 
 
 def _scale_of(form: Format, part: Tensor) -> Tensor:
@@ -163,10 +109,11 @@ def _encode(form: Format, part: Tensor, codes: Tensor, scale: Tensor, noise: Ten
     codes.copy_(pack(form.codes(scaled).unflatten(-1, (lanes, group)), form.bits))
 
 
-def _values(form: Format, codes: Tensor, scale: Tensor, shape: torch.Size) -> Tensor:
+def _values(form: Format, part: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """The float32 numbers that codes of a part mean."""
     if form.lanes == 1:
         return form.values(codes.squeeze(-2).contiguous()) * scale
-    return form.values(unpack(codes, form.bits).flatten(-2)[..., : shape[-1]]) * scale
+    return form.values(unpack(codes, form.bits).flatten(-2)[..., : part.shape[-1]]) * scale
 
 
 def dither(part: Tensor, seed: int, start: int) -> Tensor:
@@ -186,36 +133,25 @@ def _takes(block: int, values: Tensor, payload: Tensor, scales: Tensor) -> bool:
 @by_triton("codec_encode")
 @torch.no_grad()
 def encode_triton(
-    form: str, block: int, values: Tensor, payload: Tensor, scales: Tensor, seed: int | None = None
+    form: str, block: int, places: Places, values: Tensor, payload: Tensor, scales: Tensor, seed: int | None = None
 ) -> None:
     if seed is not None or not _takes(block, values, payload, scales):
-        encode_reference(form, block, values, payload, scales, seed)
+        encode_reference(form, block, places, values, payload, scales, seed)
         return
     from deepspeed.ops.codecs.kernels import rows as kernels
 
-    kernels.encode(FORMATS[form], block, values, payload, scales, SMALLEST)
-
-
-@by_triton("codec_decode")
-@torch.no_grad()
-def decode_triton(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-    if not _takes(block, out, payload, scales):
-        decode_reference(form, block, payload, scales, out)
-        return
-    from deepspeed.ops.codecs.kernels import rows as kernels
-
-    kernels.decode(FORMATS[form], block, payload, scales, out, add=False)
+    kernels.encode(FORMATS[form], block, places, values, payload, scales, SMALLEST)
 
 
 @by_triton("codec_sum")
 @torch.no_grad()
-def sum_triton(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
+def sum_triton(form: str, block: int, places: Places, payload: Tensor, scales: Tensor, out: Tensor) -> None:
     if not _takes(block, out, payload, scales) or not len(payload):
-        sum_reference(form, block, payload, scales, out)
+        sum_reference(form, block, places, payload, scales, out)
         return
     from deepspeed.ops.codecs.kernels import rows as kernels
 
-    kernels.decode(FORMATS[form], block, payload, scales, out, add=True)
+    kernels.decode_sum(FORMATS[form], block, places, payload, scales, out)
 
 
 # ---- signs

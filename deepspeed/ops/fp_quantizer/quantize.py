@@ -92,7 +92,7 @@ class FP_Quantize(FloatQuantizer):
         values = input.detach().reshape(-1, size).contiguous()
         codes = values.new_empty(len(values), FORMATS[form].payload_bytes(size, size), dtype=torch.uint8)
         scales = values.new_empty(len(values), 1, dtype=torch.float32)
-        rows.encode(form, size, values, codes, scales)
+        rows.encode(form, size, ((0, size, 0, 0),), values, codes, scales)
         self._last = _Last(scales, input.shape, input.dtype)
         return (codes, scales) if return_meta_tensor else codes
 
@@ -121,7 +121,8 @@ class FP_Quantize(FloatQuantizer):
         scales = scale if known is None or scale is not None else known.scale
         assert scales is not None, "one of both is known"
         out = torch.empty(len(input_q), self.group_size, dtype=fp_out.dtype, device=input_q.device)
-        rows.decode(float_format(q_bits, q_mantisa_bits), self.group_size, input_q, scales.view(-1, 1), out)
+        form, size = float_format(q_bits, q_mantisa_bits), self.group_size
+        rows.decode_sum(form, size, ((0, size, 0, 0),), input_q[None], scales.view(1, -1, 1), out)
         return fp_out.copy_(out.view(fp_out.shape))
 
     def selective_dequantize(

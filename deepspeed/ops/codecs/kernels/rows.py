@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.ops.codecs.formats import Format
+from deepspeed.ops.codecs.rows import Places
 from deepspeed.ops.model.kernels.common import cdiv
 from deepspeed.ops.precompile import launch
 
@@ -23,8 +24,6 @@ SPAN, SPAN_WARPS = 4096, 4
 ROUND = tl.constexpr(12582912.0)
 """What a float32 of few digits is added to, so that its last bits are the nearest integer, ties to even."""
 
-Places = tuple[tuple[int, int, int, int], ...]
-"""Parts of rows: (where the numbers begin, how many, where in the message the codes begin, where the scales)."""
 _KINDS = {"int8": 0, "int4": 1, "fp8_e4m3": 2, "fp8_e5m2": 3}
 """How a number is written; 4: a small float of FRACTION and BIAS."""
 
@@ -181,22 +180,25 @@ def _encode(
 
 
 @triton.jit
-def _place(table_ptr, message_ptr, ALIGNED: tl.constexpr):
+def _place(table_ptr, payload_ptr, scale_ptr, ALIGNED: tl.constexpr):
     """(where numbers begin, codes, scales, how many numbers are left) of a span of a table."""
     table_ptr += tl.program_id(0) * 4
-    scale_ptr = (message_ptr + tl.load(table_ptr + 2)).to(tl.pointer_type(tl.float32))
-    payload_ptr = message_ptr + tl.multiple_of(tl.load(table_ptr + 1), 16)
+    scale_ptr += tl.load(table_ptr + 2)
+    payload_ptr += tl.multiple_of(tl.load(table_ptr + 1), 16)
     return tl.multiple_of(tl.load(table_ptr), ALIGNED), payload_ptr, scale_ptr, tl.load(table_ptr + 3).to(tl.int32)
 
 
 @triton.jit
 def _encode_parts(
-    x_ptr, message_ptr, table_ptr, x_stride, message_stride, share, smallest, ALIGNED: tl.constexpr,
+    x_ptr, payload_ptr, scale_ptr, table_ptr, x_stride, payload_stride, scale_stride, share, smallest,
+    ALIGNED: tl.constexpr,
     KIND: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    start, payload_ptr, scale_ptr, left = _place(table_ptr, message_ptr + row * message_stride, ALIGNED)
+    payload_ptr += row * payload_stride
+    scale_ptr += row * scale_stride
+    start, payload_ptr, scale_ptr, left = _place(table_ptr, payload_ptr, scale_ptr, ALIGNED)
     x_ptr += row * x_stride + start
     _encode_span(x_ptr, payload_ptr, scale_ptr, left, share, smallest, KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN)
 
@@ -242,7 +244,6 @@ def _decode_blocks(
     scale = tl.load(scale_ptr + blocks, mask=blocks < count, other=0.0)[:, None]
     a, b, c, d = _lanes(payload_ptr, scale, to, group, q, KIND, BITS, LANES, FRACTION, BIAS)
     if SUM:
-        a, b, c, d = a + 0.0, b + 0.0, c + 0.0, d + 0.0  # a negative zero is added to zero
         for _ in range(1, rows):
             payload_ptr += payload_stride
             scale_ptr += scale_stride
@@ -302,15 +303,18 @@ def _decode(
 
 @triton.jit
 def _sum_parts(
-    message_ptr, out_ptr, table_ptr, rows, next_message, message_stride, out_stride, ALIGNED: tl.constexpr,
+    payload_ptr, scale_ptr, out_ptr, table_ptr, rows, payload_stride, scale_stride, next_payload, next_scale,
+    out_stride, ALIGNED: tl.constexpr,
     KIND: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    start, payload_ptr, scale_ptr, left = _place(table_ptr, message_ptr + row * message_stride, ALIGNED)
+    payload_ptr += row * payload_stride
+    scale_ptr += row * scale_stride
+    start, payload_ptr, scale_ptr, left = _place(table_ptr, payload_ptr, scale_ptr, ALIGNED)
     out_ptr += row * out_stride + start
     _decode_span(
-        payload_ptr, scale_ptr, out_ptr, left, rows, next_message, next_message // 4,
+        payload_ptr, scale_ptr, out_ptr, left, rows, next_payload, next_scale,
         True, KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN,
     )  # fmt: skip
 
@@ -330,13 +334,6 @@ def _constants(form: Format, block: int) -> dict[str, Any]:
     }
 
 
-def encode(form: Format, block: int, values: Tensor, payload: Tensor, scales: Tensor, smallest: float) -> None:
-    constants, (rows, numel) = _constants(form, block), values.shape
-    strides = values.stride(0), payload.stride(0), scales.stride(0)
-    grid = cdiv(numel, constants["SPAN"]), rows
-    launch(_encode, grid, values, payload, scales, numel, *strides, form.inverse, smallest, **constants)
-
-
 @lru_cache(512)
 def _table(places: Places, block: int, bits: int, device: torch.device) -> tuple[Tensor, int]:
     """Where each span of parts begins, see `_place`, and what all numbers begin at a multiple of."""
@@ -345,35 +342,39 @@ def _table(places: Places, block: int, bits: int, device: torch.device) -> tuple
         at = torch.arange(0, length, span)
         step = at // span
         codes = payload + step * (span * bits // 8)
-        spans.append(
-            torch.stack([start + at, codes, scale + step * (span // block * 4), (length - at).clamp(max=span)], 1)
-        )
+        spans.append(torch.stack([start + at, codes, scale + step * (span // block), (length - at).clamp(max=span)], 1))
     return torch.cat(spans).to(device), math.gcd(16, *(place[0] for place in places))
 
 
-def encode_parts(form: Format, block: int, places: Places, values: Tensor, message: Tensor, smallest: float) -> None:
+def encode(
+    form: Format, block: int, places: Places, values: Tensor, payload: Tensor, scales: Tensor, smallest: float
+) -> None:
+    constants = _constants(form, block)
+    strides = values.stride(0), payload.stride(0), scales.stride(0)
+    if len(places) == 1:
+        start, numel, code, scale = places[0]
+        grid = cdiv(numel, constants["SPAN"]), len(values)
+        given = values[:, start:], payload[:, code:], scales[:, scale:], numel
+        launch(_encode, grid, *given, *strides, form.inverse, smallest, **constants)
+        return
     table, aligned = _table(places, block, form.bits, values.device)
-    constants = _constants(form, block) | {"ALIGNED": aligned}
-    strides = values.stride(0), message.stride(0)
+    given = values, payload, scales, table
     grid = len(table), len(values)
-    launch(_encode_parts, grid, values, message, table, *strides, form.inverse, smallest, **constants)
+    launch(_encode_parts, grid, *given, *strides, form.inverse, smallest, ALIGNED=aligned, **constants)
 
 
-def sum_parts(form: Format, block: int, places: Places, messages: Tensor, out: Tensor) -> None:
+def decode_sum(form: Format, block: int, places: Places, payload: Tensor, scales: Tensor, out: Tensor) -> None:
+    constants, count = _constants(form, block), len(payload)
+    strides = payload.stride(1), scales.stride(1), payload.stride(0), scales.stride(0), out.stride(0)
+    if len(places) == 1:
+        start, numel, code, scale = places[0]
+        grid = cdiv(numel, constants["SPAN"]), len(out)
+        given = payload[..., code:], scales[..., scale:], out[:, start:], numel
+        launch(_decode, grid, *given, count, *strides, SUM=count > 1, **constants)
+        return
     table, aligned = _table(places, block, form.bits, out.device)
-    constants = _constants(form, block) | {"ALIGNED": aligned}
-    strides = *messages.stride()[:2], out.stride(0)
-    launch(_sum_parts, (len(table), len(out)), messages, out, table, len(messages), *strides, **constants)
-
-
-def decode(form: Format, block: int, payload: Tensor, scales: Tensor, out: Tensor, *, add: bool) -> None:
-    """See `deepspeed.ops.codecs.rows.decode`; with `add` as `decode_sum`."""
-    constants, (rows, numel) = _constants(form, block), out.shape
-    strides = payload.stride(-2), scales.stride(-2)
-    ahead = (payload.stride(0), scales.stride(0)) if add else (0, 0)
-    grid = cdiv(numel, constants["SPAN"]), rows
-    count = len(payload) if add else 1
-    launch(_decode, grid, payload, scales, out, numel, count, *strides, *ahead, out.stride(0), SUM=add, **constants)
+    grid = len(table), len(out)
+    launch(_sum_parts, grid, payload, scales, out, table, count, *strides, ALIGNED=aligned, **constants)
 
 
 @triton.jit

@@ -27,25 +27,25 @@ OUT = torch.bfloat16 if DEVICE != "cpu" else torch.float32  # the interpreter cu
     [*((form, torch.float32) for form in FORMATS), ("int8", torch.bfloat16), ("int4", torch.bfloat16)],
 )
 def test_blocks(form, numel, dtype):
-    block, kind = 256, FORMATS[form]
+    block, kind, places = 256, FORMATS[form], ((0, numel, 0, 0),)
     x = (numbers(3, numel + 8, seed=numel) * torch.logspace(-3, 3, 3, device=DEVICE)[:, None])[:, 8:].to(dtype)
     x[0, : numel // 3] = 0
     made = []
     for encode in (rows.encode_reference, rows.encode_triton):
         payload = torch.zeros(3, kind.payload_bytes(numel, block), dtype=torch.uint8, device=DEVICE)
         scales = torch.zeros(3, -(-numel // block), device=DEVICE)
-        encode(form, block, x, payload, scales)
+        encode(form, block, places, x, payload, scales)
         made.append((payload, scales))
     (payload, scales), (found, found_scales) = made
     assert torch.equal(scales, found_scales)
     close(found, payload, form)
     outs = [torch.empty(3, numel, device=DEVICE, dtype=OUT) for _ in range(2)]
-    rows.decode_reference(form, block, payload, scales, outs[0])
-    rows.decode_triton(form, block, payload, scales, outs[1])
+    rows.sum_reference(form, block, places, payload[None], scales[None], outs[0])
+    rows.sum_triton(form, block, places, payload[None], scales[None], outs[1])
     close(outs[1], outs[0], form)
     sums = [torch.empty(1, numel, device=DEVICE) for _ in range(2)]
-    rows.sum_reference(form, block, payload[:, None], scales[:, None], sums[0])
-    rows.sum_triton(form, block, payload[:, None], scales[:, None], sums[1])
+    rows.sum_reference(form, block, places, payload[:, None], scales[:, None], sums[0])
+    rows.sum_triton(form, block, places, payload[:, None], scales[:, None], sums[1])
     close(sums[1], sums[0], form)
 
 
@@ -79,12 +79,13 @@ def test_parts_of_rows(form):
     for message, out, encode, add in zip(
         messages,
         outs,
-        (rows.encode_parts_reference, rows.encode_parts_triton),
-        (rows.sum_parts_reference, rows.sum_parts_triton),
+        (rows.encode_reference, rows.encode_triton),
+        (rows.sum_reference, rows.sum_triton),
         strict=True,
     ):
-        encode(form, block, places, x, message)
-        add(form, block, places, torch.stack([message, message]), out)
+        encode(form, block, places, x, message, message.view(torch.float32))
+        both = torch.stack([message, message])
+        add(form, block, places, both, both.view(torch.float32), out)
     assert torch.equal(*messages)
     assert torch.equal(*outs)
     at = 0
