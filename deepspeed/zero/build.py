@@ -84,7 +84,7 @@ _BLOCK_MOST = 256 << 20
 # What all ranks have to have alike, since it decides what messages mean and between whom they travel.
 _SHARED_KEYS = (
     *("stage", "zero_quantized_weights", "zero_quantized_weights_format", "zero_quantized_gradients"),
-    *("zero_hpz_partition_size", "mics_shard_size"),
+    *("zeropp_loco_param", "zero_quantized_nontrainable_weights", "zero_hpz_partition_size", "mics_shard_size"),
 )
 
 _WEIGHT_FORMATS = {"int8": "int8", "fp8": "fp8_e4m3", "int4": "int4"}
@@ -230,8 +230,7 @@ class StateBuilder:
         if isinstance(optimizer, OneBitOptimizer):
             self._require_signs(optimizer)
             self.measure = replace(self.measure, local=lambda: optimizer.local)
-        if zero.shards_states:
-            _require_equal_codecs(schema, self.agreement, self.measure.axis)
+        _require_equal_codecs(schema, optimizer, self.agreement, self.measure.axis)
         self.axes = ShardAxes(self.measure.ranks_of, zero.mics_shard_size if zero.shards_states else -1)
         self.tiers, self.remotes = self.agreement.run_together(
             lambda: (tiers_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack)),
@@ -514,20 +513,24 @@ class StateBuilder:
         return max(min(ahead, _WORTHWHILE * self.measure.axis.size), blocks_of(self.module)[1])
 
 
-def _require_equal_codecs(schema: Schema, agreement: RankAgreement, axis: AxisGroup) -> None:
+def _require_equal_codecs(
+    schema: Schema, optimizer: Optimizer | None, agreement: RankAgreement, axis: AxisGroup
+) -> None:
     """An error on all ranks that names those whose messages the others would misread."""
     zero = schema.zero_optimization
-    values = {key: getattr(zero, key) for key in _SHARED_KEYS}
+    values = {f"zero_optimization.{key}": getattr(zero, key) for key in _SHARED_KEYS}
+    values["sparse_gradients"] = schema.sparse_gradients
+    signs = optimizer if isinstance(optimizer, OneBitOptimizer) else None
+    values["optimizer"] = signs and [type(signs).__name__, *(f"{key} {getattr(signs, key)}" for key in signs.settings)]
     said = agreement.exchange([digest(value) for value in values.values()], "codecs of all ranks")
     wrong = [key for key, column in zip(values, said.unbind(1), strict=True) if bool((column != column[0]).any())]
     if wrong:
         others = [axis.ranks[place] for place, row in enumerate(said) if bool((row != said[0]).any())]
         mine = ", ".join(f"{key} {values[key]!r}" for key in wrong)
         raise DeepSpeedConfigError(
-            f"zero_optimization.{wrong[0]}: rank {', '.join(map(str, others[:8]))} has another config than rank "
-            f"{axis.ranks[0]}, and ranks would misread each other's messages; this rank has {mine}. Give all ranks the "
-            "same config",
-            path=f"zero_optimization.{wrong[0]}",
+            f"{wrong[0]}: rank {', '.join(map(str, others[:8]))} has another config than rank {axis.ranks[0]}, and "
+            f"ranks would misread each other's messages; this rank has {mine}. Give all ranks the same config",
+            path=wrong[0],
         )
 
 

@@ -237,16 +237,22 @@ def test_bad_configs(zero, said):
 
 @ranks(2)
 def test_a_rank_with_another_codec_is_named():
-    mine = {"zero_quantized_gradients": True} if dist.get_rank() == 1 else {}
-    with pytest.raises(deepspeed.errors.DeepSpeedConfigError, match=r"zero_quantized_gradients: rank 1 has another"):
-        deepspeed.initialize(
-            model=torch.nn.Linear(8, 8),
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-                "zero_optimization": {"stage": 2, **mine},
-            },
-        )
+    """Also where one of the ranks shards nothing."""
+    signs = {"type": "OneBitAdam", "params": {"freeze_step": 2}}
+    others = {
+        "zero_quantized_gradients: rank 1": {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}},
+        "zero_optimization.stage: rank 1": {"zero_optimization": {"stage": 0}},
+        "sparse_gradients: rank 1": {"sparse_gradients": True},
+        "optimizer: rank 1": {"optimizer": signs},
+    }
+    for said, other in others.items():
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 2},
+        }
+        with pytest.raises(deepspeed.errors.DeepSpeedConfigError, match=f"{said} has another"):
+            deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config | (other if dist.get_rank() else {}))
 
 
 @ranks(4)
