@@ -30,17 +30,8 @@ class Codec(Protocol):
     def name(self) -> str:
         """What logs call it."""
 
-    def payload_bytes(self, numel: int) -> int:
-        """Bytes of the codes of so many elements."""
-
-    def scales(self, numel: int) -> int:
-        """How many float32 scales they have."""
-
     def nbytes(self, numel: int) -> int:
         """Bytes of the message."""
-
-    def parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """(payload, scales) of messages `[..., nbytes]`: views, uint8 and float32."""
 
     def encode(self, values: Tensor, message: Tensor | None = None) -> Tensor:
         """Messages `[..., nbytes]` of numbers `[..., n]` of any float dtype; written to `message`, if that is given."""
@@ -69,15 +60,18 @@ class BlockCodec:
         return self.form
 
     def payload_bytes(self, numel: int) -> int:
+        """Bytes of the codes of so many elements."""
         return FORMATS[self.form].payload_bytes(numel, self.block)
 
     def scales(self, numel: int) -> int:
+        """How many float32 scales they have."""
         return -(-numel // self.block)
 
     def nbytes(self, numel: int) -> int:
         return _aligned(4 * self.scales(numel), _ALIGNED) + _aligned(self.payload_bytes(numel), _ALIGNED)
 
     def parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """(payload, scales) of messages `[..., nbytes]`: views, uint8 and float32."""
         count = self.scales(numel)
         start = _aligned(4 * count, _ALIGNED)
         payload = message[..., start : start + self.payload_bytes(numel)]
@@ -106,13 +100,13 @@ class BlockCodec:
 
     def encode_parts(self, parts: Parts, values: Tensor, message: Tensor, seed: int | None = None) -> None:
         """As `encode` of each part of rows `[rows, n]`, with messages side by side in `[rows, bytes]`."""
-        places = self.places(parts)
-        numbers.encode(self.form, self.block, places, values, message, message.view(torch.float32), seed)
+        if places := self.places(parts):
+            numbers.encode(self.form, self.block, places, values, message, message.view(torch.float32), seed)
 
     def sum_parts(self, parts: Parts, messages: Tensor, out: Tensor) -> None:
         """As `decode_sum` of each part, of `[rows, sums, bytes]` to `[sums, n]`; what lies between parts stays."""
-        places = self.places(parts)
-        numbers.decode_sum(self.form, self.block, places, messages, messages.view(torch.float32), out)
+        if places := self.places(parts):
+            numbers.decode_sum(self.form, self.block, places, messages, messages.view(torch.float32), out)
 
     @lru_cache(512)  # noqa: B019 - codecs are few
     def parts_bytes(self, parts: Parts) -> int:
@@ -144,16 +138,11 @@ class RangeCodec:
         """Elements that share a scale and a middle."""
         return self.inner.block
 
-    def payload_bytes(self, numel: int) -> int:
-        return self.inner.payload_bytes(numel)
-
-    def scales(self, numel: int) -> int:
-        return self.inner.scales(numel)
-
     def nbytes(self, numel: int) -> int:
         return self._begin(numel) + self.inner.nbytes(numel)
 
     def parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """As of the block codec."""
         return self.inner.parts(message[..., self._begin(numel) :], numel)
 
     def sections(self, numel: int) -> Sections:
@@ -185,11 +174,11 @@ class RangeCodec:
 
     def _begin(self, numel: int) -> int:
         """Where the message of the block codec begins."""
-        return _aligned(4 * self.scales(numel), _ALIGNED)
+        return _aligned(4 * self.inner.scales(numel), _ALIGNED)
 
     def middles(self, message: Tensor, numel: int) -> Tensor:
         """The middles of messages `[..., nbytes]`: a view, float32."""
-        return message[..., : 4 * self.scales(numel)].view(torch.float32)
+        return message[..., : 4 * self.inner.scales(numel)].view(torch.float32)
 
     def _spread(self, middles: Tensor, numel: int) -> Tensor:
         return middles.repeat_interleave(self.block, -1)[:, :numel]
@@ -201,17 +190,12 @@ class SignCodec:
 
     name: str = "sign"
 
-    def payload_bytes(self, numel: int) -> int:
-        return numbers.sign_bytes(numel)
-
-    def scales(self, numel: int) -> int:
-        return 1
-
     def nbytes(self, numel: int) -> int:
-        return 4 + _aligned(self.payload_bytes(numel), 4)
+        return 4 + _aligned(numbers.sign_bytes(numel), 4)
 
     def parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        return message[..., 4 : 4 + self.payload_bytes(numel)], message[..., :4].view(torch.float32)
+        """(signs, scale) of messages `[..., nbytes]`: views, uint8 and float32."""
+        return message[..., 4 : 4 + numbers.sign_bytes(numel)], message[..., :4].view(torch.float32)
 
     def encode(self, values: Tensor, message: Tensor | None = None) -> Tensor:
         numel = values.shape[-1]

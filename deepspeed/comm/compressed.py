@@ -42,31 +42,6 @@ class SignErrors:
         return cls(worker, worker.new_zeros(chunk_of(like.numel(), ranks)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Where the messages of one tensor lie in those of all: a row for each rank."""
-
-    messages: Tensor
-    """`[ranks, bytes]`"""
-    chunk: int
-
-    @property
-    def parts(self) -> tuple[Tensor, Tensor]:
-        """(signs `[ranks, bytes]`, scales `[ranks, 1]`)."""
-        return SIGN.parts(self.messages, self.chunk)
-
-    def write(self, values: Tensor, scale: Tensor, row: int | None = None) -> Tensor:
-        """The signs of `[chunks, n]` numbers and their scale, to all rows or to one; returns what they mean."""
-        signs, scales = self.parts
-        if row is not None:
-            signs, scales = signs[row : row + 1], scales[row : row + 1]
-        numbers.signs(values, signs)
-        scales.copy_(scale)
-        meant = torch.empty_like(values)
-        numbers.signed(signs, scales, meant)
-        return meant
-
-
 @torch.no_grad()
 def sign_mean(values: Sequence[Tensor], errors: Sequence[SignErrors], group: Any = None) -> None:
     """Replace float32 tensors of one dimension by what is left of their means over ranks; errors follow.
@@ -79,34 +54,34 @@ def sign_mean(values: Sequence[Tensor], errors: Sequence[SignErrors], group: Any
     chunks = [len(error.server) for error in errors]
     sizes = [SIGN.nbytes(chunk) for chunk in chunks]
     sent = values[0].new_zeros(ranks, sum(sizes), dtype=torch.uint8)
-    for value, error, rows in zip(values, errors, _cut(sent, sizes, chunks), strict=True):
+    for value, error, chunk, rows in zip(values, errors, chunks, sent.split(sizes, dim=1), strict=True):
         value.add_(error.worker[: value.numel()])
-        padded = torch.nn.functional.pad(value, (0, rows.chunk * ranks - value.numel()))
-        meant = rows.write(padded.view(ranks, rows.chunk), _scale(value))
+        padded = torch.nn.functional.pad(value, (0, chunk * ranks - value.numel()))
+        meant = _write(padded.view(ranks, chunk), _scale(value), rows)
         torch.sub(value, meant.view(-1)[: value.numel()], out=error.worker[: value.numel()])
     came = torch.empty_like(sent)
     with labelled(DEFAULT.label, codec=SIGN.name):
         all_to_all_single(came, sent, group=group)
     mine = sent.new_zeros(1, sent.shape[1])
-    parts = zip(values, errors, _cut(came, sizes, chunks), _cut(mine, sizes, chunks), strict=True)
-    for value, error, rows, own in parts:
-        mean = torch.empty(rows.chunk, dtype=torch.float32, device=value.device)
-        numbers.signed(*rows.parts, mean, add=True)
-        mean.div_(ranks).add_(error.server)
-        length = min(max(value.numel() - rank * rows.chunk, 0), rows.chunk)
-        meant = own.write(mean.view(1, -1), _scale(mean[:length]))
+    parts = zip(values, errors, chunks, came.split(sizes, dim=1), mine.split(sizes, dim=1), strict=True)
+    for value, error, chunk, rows, own in parts:
+        mean = SIGN.decode_sum(rows, value.new_empty(chunk)).div_(ranks).add_(error.server)
+        length = min(max(value.numel() - rank * chunk, 0), chunk)
+        meant = _write(mean.view(1, -1), _scale(mean[:length]), own)
         error.server[:length] = mean[:length] - meant.view(-1)[:length]
     everything = torch.empty_like(sent)
     with labelled(DEFAULT.label, codec=SIGN.name):
         all_gather_into_tensor(everything.view(-1), mine.view(-1), group=group)
-    for value, rows in zip(values, _cut(everything, sizes, chunks), strict=True):
-        whole = torch.empty(ranks, rows.chunk, dtype=torch.float32, device=value.device)
-        numbers.signed(*rows.parts, whole)
-        value.copy_(whole.view(-1)[: value.numel()])
+    for value, chunk, rows in zip(values, chunks, everything.split(sizes, dim=1), strict=True):
+        value.copy_(SIGN.decode(rows, value.new_empty(ranks, chunk)).view(-1)[: value.numel()])
 
 
-def _cut(messages: Tensor, sizes: Sequence[int], chunks: Sequence[int]) -> list[_Rows]:
-    return [_Rows(part, chunk) for part, chunk in zip(messages.split(list(sizes), dim=1), chunks, strict=True)]
+def _write(values: Tensor, scale: Tensor, message: Tensor) -> Tensor:
+    """Write the signs of rows and one scale for all of them; returns what they mean."""
+    signs, scales = SIGN.parts(message, values.shape[-1])
+    numbers.signs(values, signs)
+    scales.copy_(scale)
+    return SIGN.decode(message, torch.empty_like(values))
 
 
 def _scale(values: Tensor) -> Tensor:

@@ -33,25 +33,11 @@ class FloatQuantizer(ABC):
         self.group_size = group_size
 
     @abstractmethod
-    def quantize(
-        self,
-        input: Tensor,
-        q_bits: int = 8,
-        q_mantisa_bits: int = 3,
-        stochastic_mode: bool = False,
-        return_meta_tensor: bool = False,
-    ) -> Any:
+    def quantize(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The codes of a tensor, a row for each group."""
 
     @abstractmethod
-    def dequantize(
-        self,
-        input_q: Tensor,
-        fp_out: Tensor | None = None,
-        q_bits: int = 8,
-        q_mantisa_bits: int = 3,
-        scale: Tensor | None = None,
-    ) -> Tensor:
+    def dequantize(self, input_q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The tensor that codes stand for."""
 
 

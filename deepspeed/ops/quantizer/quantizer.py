@@ -38,8 +38,7 @@ def ds_quantizer(input: Tensor, groups: int = 1, bit_num: int = 8, sr: bool = Fa
     _check("ds_quantizer", input, groups, bit_num, range(2, 17))
     if not input.numel():
         return input
-    codes, scale, low = _codes(input, groups, bit_num, sr=sr, asym=asym)
-    return input.copy_((codes * scale + low).view(input.shape))
+    return input.copy_(_codes(input, groups, bit_num, sr=sr, asym=asym).values.view(input.shape))
 
 
 ds_quantize_fp32 = ds_quantize_fp16 = partial(ds_quantizer, sr=False, asym=False)
@@ -55,7 +54,8 @@ def quantize(input_vals: Tensor, groups: int, num_bits: int, quant_type: Quantiz
     if num_bits == 4 and input_vals.numel() % 2:
         raise UsageError(f"quantize: codes of 4 bits share bytes in pairs; found an odd number, {input_vals.numel()}")
     asym = quant_type is Asymmetric
-    codes, scale, low = _codes(input_vals, groups, num_bits, sr=False, asym=asym)
+    made = _codes(input_vals, groups, num_bits, sr=False, asym=asym)
+    codes, scale, low = made.codes, made.scale, made.offset
     if asym:  # what is stored is signed
         codes, low = codes - 2 ** (num_bits - 1), low + 2 ** (num_bits - 1) * scale
     flat = codes.reshape(-1).to(torch.int8)
@@ -129,8 +129,8 @@ def quantized_reduction(
     devices_per_node: int,
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of the mean of equal parts of `input_vals`, one from each device of a node."""
-    wide = dequantize_fp32(input_vals.view(-1), input_scales, in_groups, num_bits, quant_type)
-    return quantize(wide.view(devices_per_node, -1).mean(0), out_groups, num_bits, quant_type)
+    wide = dequantize_fp32(input_vals.view(devices_per_node, -1), input_scales, in_groups, num_bits, quant_type)
+    return quantize(wide.mean(0), out_groups, num_bits, quant_type)
 
 
 def loco_quantized_reduction(
@@ -145,9 +145,8 @@ def loco_quantized_reduction(
     devices_per_node: int,
 ) -> tuple[Tensor, Tensor]:
     """As `quantized_reduction` of the sum with what was lost before; `error_feedback` follows in place."""
-    wide = dequantize_fp32(input_vals.view(-1), input_scales, in_groups, num_bits, quant_type)
-    mean = wide.view(devices_per_node, -1).mean(0)
-    return _fed_back(mean, error_feedback, err_beta, out_groups, num_bits, quant_type)
+    wide = dequantize_fp32(input_vals.view(devices_per_node, -1), input_scales, in_groups, num_bits, quant_type)
+    return _fed_back(wide.mean(0), error_feedback, err_beta, out_groups, num_bits, quant_type)
 
 
 def _swizzled(values: Tensor, parts: int, nodes: int, devices: int) -> Tensor:
@@ -187,16 +186,14 @@ class CUDAQuantizer:
         return dequantize(quantized_param, scale, len(scale), 8, Symmetric)
 
 
-def _codes(values: Tensor, groups: int, bits: int, *, sr: bool, asym: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes `[groups, n]`, scales, lows): a number is code · scale + low; the low is 0 if it is symmetric."""
+def _codes(values: Tensor, groups: int, bits: int, *, sr: bool, asym: bool) -> GroupCodes:
+    """Codes of groups, whose ends are the largest magnitude, or the least number and the largest."""
     wide = values.float().reshape(groups, -1)
     low = wide.amin(1, keepdim=True) if asym else torch.zeros_like(wide[:, :1])
     span = wide.amax(1, keepdim=True) - low if asym else wide.abs().amax(1, keepdim=True)
     steps = 2**bits - 1 if asym else 2 ** (bits - 1) - 1
     scale = torch.where(span > 0, span / steps, 1.0)
-    codes = (wide - low) / scale
-    codes = torch.floor(codes + torch.rand_like(codes)) if sr else codes.round()
-    return codes.clamp(0 if asym else -steps, steps), scale, low
+    return _coded(wide, scale, low, (0 if asym else -steps, steps), torch.rand_like(wide) if sr else None)
 
 
 def _check(name: str, values: Tensor, groups: int, bits: int, allowed: range | tuple[int, ...]) -> None:

@@ -43,7 +43,7 @@ class Slices:
 
     parts: tuple[tuple[SharePart, ...], ...]
     lengths: tuple[int, ...]
-    owners: tuple[int, ...]
+    owners: Sequence[int]
     alike: bool
 
     @classmethod
@@ -51,20 +51,20 @@ class Slices:
         """A slice for each rank, of some no elements."""
         if isinstance(share, EvenShares):
             alike = len(share.parts) == 1
-            return cls(share.parts * size if alike else share.parts, (share.length,) * size, tuple(range(size)), alike)
+            return cls(share.parts * size if alike else share.parts, (share.length,) * size, range(size), alike)
         assert isinstance(share, OwnedShares), "codes go to owners"
         parts: list[tuple[SharePart, ...]] = [()] * size
         lengths = [0] * size
         for (owner, length), lying in zip(share.lengths, share.parts, strict=True):
             parts[owner], lengths[owner] = lying, length
-        return cls(tuple(parts), tuple(lengths), tuple(range(size)), alike=False)
+        return cls(tuple(parts), tuple(lengths), range(size), alike=False)
 
     def only(self, owners: Sequence[int]) -> Slices:
         """Those of these ranks."""
+        if self.alike:
+            return Slices(self.parts[: len(owners)], self.lengths[: len(owners)], owners, alike=True)
         pick = [self.owners.index(owner) for owner in owners]
-        return Slices(
-            tuple(self.parts[at] for at in pick), tuple(self.lengths[at] for at in pick), tuple(owners), self.alike
-        )
+        return Slices(tuple(self.parts[at] for at in pick), tuple(self.lengths[at] for at in pick), owners, alike=False)
 
     @property
     def rows(self) -> int:
@@ -173,11 +173,14 @@ class CodedReduction(Reduction):
         message = self._encode(1, send, slices)
         if self.nodes is None:
             return self._exchange(message, slices.nbytes(self.codec), self.group, slices.only([self.rank]), self._end)
-        sizes = slices.nbytes(self.codec)
-        parts = message.split(sizes)
-        message = torch.cat([parts[owner] for column in self._columns for owner in column])
-        mine = slices.only(self._columns[self.nodes.intra.rank])
-        splits = [sum(sizes[owner] for owner in column) for column in self._columns]
+        sizes, local = slices.nbytes(self.codec), self.nodes.intra.size
+        columns = [range(place, self.size, local) for place in range(local)]  # ranks of one place, by node
+        if slices.alike:
+            message = message.view(-1, local, sizes[0]).transpose(0, 1).reshape(-1)
+        else:
+            parts = message.split(sizes)
+            message = torch.cat([parts[owner] for column in columns for owner in column])
+        mine, splits = slices.only(columns[self.nodes.intra.rank]), [sum(sizes[place::local]) for place in range(local)]
 
         def across(sums: Tensor) -> Tensor:
             second = self._encode(2, sums, mine)
@@ -186,14 +189,6 @@ class CodedReduction(Reduction):
             return self._exchange(second, mine.nbytes(self.codec), self.nodes.across, own, self._end).wait()
 
         return self._exchange(message, splits, self.nodes.within, mine, across)
-
-    @cached_property
-    def _columns(self) -> list[list[int]]:
-        """For each place in a node, the ranks on the axis that have it, in the order of the nodes."""
-        assert self.nodes is not None, "there are two hops"
-        place = {rank: at for at, rank in enumerate(self.axis.ranks)}
-        runs = [run for run in self.nodes.intra.axis.groups if run[0] in place]
-        return [[place[run[at]] for run in runs] for at in range(self.nodes.intra.size)]
 
     def _exchange(self, message: Tensor, sizes: list[int], group: Any, mine: Slices, then: Any) -> Pending[Tensor]:
         """Send each rank of a group its codes; `then` gets the sum of those that came for `mine`."""

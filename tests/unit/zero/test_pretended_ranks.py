@@ -69,7 +69,7 @@ def test_codecs_plan_and_train(kind, zero, monkeypatch):
     assert engine.global_steps == 3
 
 
-def calls_of_a_step(layers, stage, threshold):
+def calls_of_a_step(layers, stage, threshold, **zero):
     """Of functions, of Python and of C, with `layers` tiny layers, once plans are made."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.ModuleList(nn.Linear(16, 16) for _ in range(layers)))
@@ -77,7 +77,7 @@ def calls_of_a_step(layers, stage, threshold):
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": threshold},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": threshold, **zero},
     }
     engine = deepspeed.initialize(model=model, config=config)[0]
     profile = cProfile.Profile()
@@ -100,3 +100,17 @@ def test_a_layer_costs_the_host_few_calls(stage, threshold, most):
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     few, many = (calls_of_a_step(layers, stage, threshold) for layers in (8, 24))
     assert (many - few) / 16 <= most
+
+
+@ranks(1, init=False)
+def test_codes_of_gradients_cost_the_host_as_much_on_any_number_of_ranks(monkeypatch):
+    """Apart from the codecs: a kernel takes the codes of all ranks, and the reference those of one after the other."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr("deepspeed.ops.codecs.rows.encode", lambda *_: None)
+    monkeypatch.setattr("deepspeed.ops.codecs.rows.decode_sum", lambda *_: None)
+    found = []
+    for world in (8, 2048):
+        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        found.append(calls_of_a_step(4, 3, 0, zero_quantized_gradients=True))
+        dist.destroy_process_group()
+    assert found[1] <= 1.1 * found[0]
