@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deepspeed.ops.codecs import rows as numbers
-from deepspeed.ops.codecs.formats import FORMATS
+from deepspeed.ops.codecs.formats import FORMATS, Place
 
 Parts = tuple[tuple[int, int], ...]
 """(where it begins in a row, how many numbers) of each."""
@@ -114,7 +114,7 @@ class BlockCodec:
         return sum(self.nbytes(length) for _, length in parts)
 
     @lru_cache(512)  # noqa: B019 - codecs are few
-    def places(self, parts: Parts) -> numbers.Places:
+    def places(self, parts: Parts) -> tuple[Place, ...]:
         """Where the codes of parts lie in their message, in bytes, and their scales, in numbers."""
         found, at = [], 0
         for start, length in parts:

@@ -259,6 +259,8 @@ class StateBuilder:
         schema, zero, ranks_of = self.schema, self.schema.zero_optimization, self.measure.ranks_of
         size = self.measure.axis.size
         check_size(self.measure.axis, int(zero.zero_hpz_partition_size))
+        if zero.zero_quantized_weights and size > 1:
+            self._tell_codes()
         if zero.stage > 0 and (size > 1 or self.remotes is not None):
             _refuse_torch_muon(self.optimizer)
         coded = zero.zero_quantized_nontrainable_weights or schema.weight_quantization.at_birth is not None
@@ -273,6 +275,19 @@ class StateBuilder:
         if self.optimizer is not None and (self.tiers.away or zero.offloads_optimizer or in_buckets):
             return self._taken(placements, OffloadedGroup)
         return self._in_place(placements)
+
+    def _tell_codes(self) -> None:
+        """How much travels as codes, and how much is too small for that."""
+        numel = {True: 0, False: 0}
+        for param in self.module.parameters():
+            shape = torch.Size(getattr(param, "ds_shape", param.shape))
+            numel[travels_coded(shape, param.dtype)] += shape.numel()
+        log_dist_once(
+            f"zero_quantized_weights: {numel[True]:,} parameters travel as {weight_codec(self.schema).name} codes, and "
+            f"{numel[False]:,} in vectors and small matrices as they are",
+            [0],
+            NOTICE,
+        )
 
     def _coded(self, param: nn.Parameter) -> bool:
         """Whether a parameter that stays whole comes as codes after a step."""

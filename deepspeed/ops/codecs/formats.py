@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Place = tuple[int, int, int, int]
+"""Of a part of rows: where the numbers begin, how many, where their codes begin, and where their scales."""
+
 
 @dataclass(frozen=True)
 class Format:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed.ops.codecs.formats import FORMATS, Format, pack, unpack
+from deepspeed.ops.codecs.formats import FORMATS, Format, Place, pack, unpack
 from deepspeed.ops.model.linear import takes
 from deepspeed.ops.registry import by_triton, op, reference
 
@@ -21,18 +21,20 @@ _SIGNS = 4096
 """Elements of a block of sign bits; see [Note: planes]."""
 
 
-Places = tuple[tuple[int, int, int, int], ...]
-"""Parts of rows: (where the numbers begin, how many, where their codes begin, where their scales)."""
-
-
 def encode(
-    form: str, block: int, places: Places, values: Tensor, payload: Tensor, scales: Tensor, seed: int | None = None
+    form: str,
+    block: int,
+    places: tuple[Place, ...],
+    values: Tensor,
+    payload: Tensor,
+    scales: Tensor,
+    seed: int | None = None,
 ) -> None:
     """Write parts of `[rows, n]` numbers as codes `[rows, bytes]` and scales; a `seed` rounds at random."""
     op("codec_encode")(form, block, places, values, payload, scales, seed)
 
 
-def decode_sum(form: str, block: int, places: Places, payload: Tensor, scales: Tensor, out: Tensor) -> None:
+def decode_sum(form: str, block: int, places: tuple[Place, ...], payload: Tensor, scales: Tensor, out: Tensor) -> None:
     """Write the sums over the rows of `[rows, sums, bytes]`, added in float32 in their order, to `out`, `[sums, n]`.
 
     In its dtype; what lies between parts stays.
@@ -43,7 +45,13 @@ def decode_sum(form: str, block: int, places: Places, payload: Tensor, scales: T
 @reference("codec_encode")
 @torch.no_grad()
 def encode_reference(
-    form: str, block: int, places: Places, values: Tensor, payload: Tensor, scales: Tensor, seed: int | None = None
+    form: str,
+    block: int,
+    places: tuple[Place, ...],
+    values: Tensor,
+    payload: Tensor,
+    scales: Tensor,
+    seed: int | None = None,
 ) -> None:
     for place in places:
         for at, (part, codes, scale) in enumerate(_parts(FORMATS[form], block, place, values, payload, scales)):
@@ -53,7 +61,9 @@ def encode_reference(
 
 @reference("codec_sum")
 @torch.no_grad()
-def sum_reference(form: str, block: int, places: Places, payload: Tensor, scales: Tensor, out: Tensor) -> None:
+def sum_reference(
+    form: str, block: int, places: tuple[Place, ...], payload: Tensor, scales: Tensor, out: Tensor
+) -> None:
     for place in places:
         rows = [_parts(FORMATS[form], block, place, out, *row) for row in zip(payload, scales, strict=True)]
         for first, *others in zip(*rows, strict=True):
@@ -64,7 +74,7 @@ def sum_reference(form: str, block: int, places: Places, payload: Tensor, scales
 
 
 def _parts(
-    form: Format, block: int, place: tuple[int, int, int, int], values: Tensor, payload: Tensor, scales: Tensor
+    form: Format, block: int, place: Place, values: Tensor, payload: Tensor, scales: Tensor
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(numbers [rows, blocks, L], bytes [rows, blocks, planes, Q], scales [rows, blocks, 1]): whole, then short."""
     start, numel, code, at = place
@@ -133,7 +143,13 @@ def _takes(block: int, values: Tensor, payload: Tensor, scales: Tensor) -> bool:
 @by_triton("codec_encode")
 @torch.no_grad()
 def encode_triton(
-    form: str, block: int, places: Places, values: Tensor, payload: Tensor, scales: Tensor, seed: int | None = None
+    form: str,
+    block: int,
+    places: tuple[Place, ...],
+    values: Tensor,
+    payload: Tensor,
+    scales: Tensor,
+    seed: int | None = None,
 ) -> None:
     if seed is not None or not _takes(block, values, payload, scales):
         encode_reference(form, block, places, values, payload, scales, seed)
@@ -145,7 +161,7 @@ def encode_triton(
 
 @by_triton("codec_sum")
 @torch.no_grad()
-def sum_triton(form: str, block: int, places: Places, payload: Tensor, scales: Tensor, out: Tensor) -> None:
+def sum_triton(form: str, block: int, places: tuple[Place, ...], payload: Tensor, scales: Tensor, out: Tensor) -> None:
     if not _takes(block, out, payload, scales) or not len(payload):
         sum_reference(form, block, places, payload, scales, out)
         return

@@ -200,15 +200,17 @@ def test_errors_are_part_of_checkpoints(tmp_path):
 
 
 @ranks(2)
-def test_hops_are_told(monkeypatch):
+def test_hops_and_codes_are_told(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with Told(NOTICE) as lines:
-        engine = engine_of(2, zero_quantized_gradients=True)
+        engine = engine_of(2, zero_quantized_gradients=True, zero_quantized_weights=True)
         x, y = next(iter(data(dist.get_rank(), 1)))
         engine.backward(engine(x, y))
         engine.step()
         engine.destroy()
     assert dist.get_rank() or any("one hop" in line for line in lines)
+    said = "32,768 parameters travel as int8 codes, and 705 in vectors and small matrices as they are"
+    assert dist.get_rank() or any(said in line for line in lines)
 
 
 @pytest.mark.parametrize(

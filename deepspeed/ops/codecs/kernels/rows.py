@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.codecs.formats import Format
-from deepspeed.ops.codecs.rows import Places
+from deepspeed.ops.codecs.formats import Format, Place
 from deepspeed.ops.model.kernels.common import cdiv
 from deepspeed.ops.precompile import launch
 
@@ -335,7 +334,7 @@ def _constants(form: Format, block: int) -> dict[str, Any]:
 
 
 @lru_cache(512)
-def _table(places: Places, block: int, bits: int, device: torch.device) -> tuple[Tensor, int]:
+def _table(places: tuple[Place, ...], block: int, bits: int, device: torch.device) -> tuple[Tensor, int]:
     """Where each span of parts begins, see `_place`, and what all numbers begin at a multiple of."""
     span, spans = max(SPAN, block), []
     for start, length, payload, scale in places:
@@ -347,7 +346,13 @@ def _table(places: Places, block: int, bits: int, device: torch.device) -> tuple
 
 
 def encode(
-    form: Format, block: int, places: Places, values: Tensor, payload: Tensor, scales: Tensor, smallest: float
+    form: Format,
+    block: int,
+    places: tuple[Place, ...],
+    values: Tensor,
+    payload: Tensor,
+    scales: Tensor,
+    smallest: float,
 ) -> None:
     constants = _constants(form, block)
     strides = values.stride(0), payload.stride(0), scales.stride(0)
@@ -358,12 +363,13 @@ def encode(
         launch(_encode, grid, *given, *strides, form.inverse, smallest, **constants)
         return
     table, aligned = _table(places, block, form.bits, values.device)
-    given = values, payload, scales, table
-    grid = len(table), len(values)
-    launch(_encode_parts, grid, *given, *strides, form.inverse, smallest, ALIGNED=aligned, **constants)
+    grid, rest = (len(table), len(values)), (form.inverse, smallest)
+    launch(_encode_parts, grid, values, payload, scales, table, *strides, *rest, ALIGNED=aligned, **constants)
 
 
-def decode_sum(form: Format, block: int, places: Places, payload: Tensor, scales: Tensor, out: Tensor) -> None:
+def decode_sum(
+    form: Format, block: int, places: tuple[Place, ...], payload: Tensor, scales: Tensor, out: Tensor
+) -> None:
     constants, count = _constants(form, block), len(payload)
     strides = payload.stride(1), scales.stride(1), payload.stride(0), scales.stride(0), out.stride(0)
     if len(places) == 1:
