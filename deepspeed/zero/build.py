@@ -95,22 +95,14 @@ def make_reduction(schema: Schema, placement: Placement, width: int = 0) -> Redu
     zero, late = schema.zero_optimization, placement.late
     weights = ReductionWeights.of(schema, placement.size, placement.copies if late else 1)
     now, then = (None, placement.replicate) if late else (placement.replicate, None)
+    hops = placement.shard, placement.group, weights, now, then
     if zero.zero_quantized_gradients and placement.shard.size > 1:
         loco = zero.zeropp_loco_param
         memory = None if loco is None else ErrorMemory(loco.err_beta, loco.reset_T)
-        codec, nodes = block_codec("int4"), placement.nodes
-        return CodedReduction(placement.shard, placement.group, codec, weights, nodes, now, then, memory)
+        return CodedReduction(*hops, codec=block_codec("int4"), nodes=placement.nodes, memory=memory)
     if width and placement.shard.size > 1:
-        return RowsToOwners(placement.shard, placement.group, weights, now, then, width=width)
-    return ReduceToOwners(
-        placement.shard,
-        placement.group,
-        weights,
-        now,
-        then,
-        everywhere=not zero.reduce_scatter,
-        merged=zero.use_multi_rank_bucket_allreduce,
-    )
+        return RowsToOwners(*hops, width=width)
+    return ReduceToOwners(*hops, everywhere=not zero.reduce_scatter, merged=zero.use_multi_rank_bucket_allreduce)
 
 
 def make_gather(schema: Schema, remote: ChunkTier | None = None, hops: NodeHops | None = None) -> Gather[Shard]:

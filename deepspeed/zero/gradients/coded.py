@@ -24,16 +24,7 @@ from deepspeed import comm
 from deepspeed.comm import Pending
 from deepspeed.comm.codec import BlockCodec, Parts, block_codec
 from deepspeed.log import log_dist, warn_once
-from deepspeed.parallel import AxisGroup
-from deepspeed.zero.gradients.reduction import (
-    EvenShares,
-    LocalGradients,
-    OwnedShares,
-    Reduction,
-    ReductionWeights,
-    Share,
-    SharePart,
-)
+from deepspeed.zero.gradients.reduction import EvenShares, OwnedShares, ReduceToOwners, Share, SharePart
 from deepspeed.zero.placement import NodeGroups
 
 
@@ -113,16 +104,17 @@ class ErrorMemory:
     """Messages by hop and parameter."""
     steps: int = 0
 
-    def encode(self, codec: BlockCodec, key: str, values: Tensor, message: Tensor) -> None:
+    def encode(self, codec: BlockCodec, key: str, values: Tensor, message: Tensor | None = None) -> Tensor:
         """As `codec.encode`, of the values and what was lost before."""
         wide, old = values.float(), self._old(key, values)
         if old is not None:
             wide = wide + old
-        codec.encode(wide, message)
+        message = codec.encode(wide, message)
         lost = (wide - codec.decode(message, torch.empty_like(wide))).nan_to_num_(0.0, 0.0, 0.0)
         if old is not None and self.beta:
             lost = lost.mul_(1.0 - self.beta).add_(old, alpha=self.beta)
         self.errors[key] = self.codec.encode(lost, self.errors.get(key))
+        return message
 
     def _old(self, key: str, values: Tensor) -> Tensor | None:
         found, shape = self.errors.get(key), (*values.shape[:-1], self.codec.nbytes(values.shape[-1]))
@@ -147,62 +139,49 @@ class ErrorMemory:
 
 
 @dataclass(eq=False)
-class CodedReduction(Reduction):
-    """`Reduction` by codes over the ranks of an axis; equal copies add up float32."""
+class CodedReduction(ReduceToOwners):
+    """`Reduction` by codes over the ranks of an axis, to sums in float32, which equal copies add up."""
 
-    axis: AxisGroup
-    group: Any
-    """The process group of the axis on which gradients travel."""
-    codec: BlockCodec
-    weights: ReductionWeights
+    codec: BlockCodec = field(kw_only=True)
     nodes: NodeGroups | None = None
     """See [Note: two hops]; None: one hop."""
-    replicate: AxisGroup | None = None
-    """Ranks that hold the same slice for other samples."""
-    late: AxisGroup | None = None
-    """The same, where their mean is taken once before the step."""
     memory: ErrorMemory | None = None
-    local: LocalGradients = field(default_factory=dict)
+
+    @property
+    def few(self) -> int:
+        return self.size
 
     @torch.no_grad()
-    def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
-        """See `Reduction`; the result is float32."""
-        if self.weights.before != 1.0:
-            send = send.mul_(self.weights.before)
+    def _scatter(self, send: Tensor, share: Share) -> Pending[Tensor]:
         slices = Slices.of(share, self.size)
-        message = self._encode(1, send, slices)
-        if self.nodes is None:
-            return self._exchange(message, slices.nbytes(self.codec), self.group, slices.only([self.rank]), self._end)
-        sizes, local = slices.nbytes(self.codec), self.nodes.intra.size
+        message, own = self._encode(1, send, slices), slices.only([self.rank])
+        sizes, nodes = slices.nbytes(self.codec), self.nodes
+        if nodes is None:
+            return self._send(message, sizes, self.group, own)
+        local = nodes.intra.size
         columns = [range(place, self.size, local) for place in range(local)]  # ranks of one place, by node
         if slices.alike:
             message = message.view(-1, local, sizes[0]).transpose(0, 1).reshape(-1)
         else:
             parts = message.split(sizes)
             message = torch.cat([parts[owner] for column in columns for owner in column])
-        mine, splits = slices.only(columns[self.nodes.intra.rank]), [sum(sizes[place::local]) for place in range(local)]
+        mine, splits = slices.only(columns[nodes.intra.rank]), [sum(sizes[place::local]) for place in range(local)]
+        first = self._send(message, splits, nodes.within, mine)
 
-        def across(sums: Tensor) -> Tensor:
-            second = self._encode(2, sums, mine)
-            own = slices.only([self.rank])
-            assert self.nodes is not None, "there are two hops"
-            return self._exchange(second, mine.nbytes(self.codec), self.nodes.across, own, self._end).wait()
+        def second(_: Tensor) -> Tensor:
+            with torch.no_grad():
+                sums = self._encode(2, first.wait(), mine)
+            return self._send(sums, mine.nbytes(self.codec), nodes.across, own).wait()
 
-        return self._exchange(message, splits, self.nodes.within, mine, across)
+        return Pending(message, first, second)
 
-    def _exchange(self, message: Tensor, sizes: list[int], group: Any, mine: Slices, then: Any) -> Pending[Tensor]:
-        """Send each rank of a group its codes; `then` gets the sum of those that came for `mine`."""
+    def _send(self, message: Tensor, sizes: list[int], group: Any, mine: Slices) -> Pending[Tensor]:
+        """Send each rank of a group its codes; the sum of those that come for `mine`."""
         comes, ranks = sum(mine.nbytes(self.codec)), len(sizes)
         received = message.new_empty(ranks * comes)
         with comm.labelled(f"{self.codec.name} codes of gradients", codec=self.codec.name):
             work = comm.all_to_all_single(received, message, [comes] * ranks, sizes, group=group, async_op=True)
-
-        def finish(codes: Tensor) -> Tensor:
-            with torch.no_grad():
-                result: Tensor = then(self._sum(codes.view(ranks, -1), mine))
-            return result
-
-        return Pending(received, work, finish)
+        return Pending(received, work, lambda codes: self._sum(codes.view(ranks, -1), mine))
 
     def _encode(self, hop: int, values: Tensor, slices: Slices) -> Tensor:
         """The codes of all parts, slice after slice."""
@@ -218,17 +197,13 @@ class CodedReduction(Reduction):
             at += size
         return message
 
+    @torch.no_grad()
     def _sum(self, rows: Tensor, slices: Slices) -> Tensor:
         """The float32 sums of what rows of codes say, slice after slice; zero between the parts."""
         sums = torch.zeros(sum(slices.lengths), dtype=torch.float32, device=rows.device)
         codes, out = rows.view(len(rows), slices.rows, -1), sums.view(slices.rows, -1)
         self.codec.sum_parts(slices.places, codes, out)
         return sums
-
-    def _end(self, sums: Tensor) -> Tensor:
-        if self.replicate is not None and self.replicate.size > 1:
-            comm.all_reduce(sums, group=self.replicate.group)
-        return sums.mul_(self.weights.after) if self.weights.after != 1.0 else sums
 
     def stepped(self) -> None:
         if self.memory is not None:

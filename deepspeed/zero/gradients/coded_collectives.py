@@ -82,11 +82,8 @@ def _exchange(rows: Sequence[Tensor], memories: Sequence[ErrorMemory | None], ho
     sizes = [value.shape[1] * _CODEC.nbytes(value.shape[2]) for value in rows]
     sent = torch.empty(ranks, sum(sizes), dtype=torch.uint8, device=rows[0].device)
     for value, memory, part in zip(rows, memories, sent.split(sizes, dim=1), strict=True):
-        message = torch.empty(*value.shape[:2], _CODEC.nbytes(value.shape[2]), dtype=torch.uint8, device=value.device)
-        if memory is None:
-            _CODEC.encode(value.contiguous(), message)
-        else:
-            memory.encode(_CODEC, str(hop), value.contiguous(), message)
+        value = value.contiguous()
+        message = _CODEC.encode(value) if memory is None else memory.encode(_CODEC, str(hop), value)
         part.copy_(message.view(ranks, -1))
     came = torch.empty_like(sent)
     with comm.labelled(f"{_CODEC.name} codes of tensors", codec=_CODEC.name):

@@ -27,7 +27,8 @@ def reduction(monkeypatch, per_node, memory=None):
     layout = ParallelLayout.build()
     axis = layout.world
     weights = ReductionWeights(1.0, 1.0 / axis.size)
-    return CodedReduction(axis, axis.group, block_codec("int4", 64), weights, node_groups(axis), memory=memory)
+    codec, nodes = block_codec("int4", 64), node_groups(axis)
+    return CodedReduction(axis, axis.group, weights, codec=codec, nodes=nodes, memory=memory)
 
 
 def slices():
