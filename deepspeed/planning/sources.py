@@ -173,6 +173,7 @@ ExampleBatch = Callable[..., Any]
 """`example_batch(batch, sequence)`: the inputs of `batch` samples, a mapping of keywords, a tuple or one tensor."""
 
 _LONGEST = 4096  # tokens, where a model may take more
+_SIDE = 224  # of images, where a config does not say
 
 
 @dataclass(frozen=True)
@@ -200,22 +201,37 @@ def example_of(model: nn.Module, given: ExampleBatch | None, batch: int, sequenc
         return Example(inputs, sequence or _tokens(inputs))
     config: Any = getattr(model, "config", None)
     kind = getattr(model if not isinstance(model, PipelineModule) else None, "main_input_name", "input_ids")
-    vocabulary = getattr(_text(config), "vocab_size", None)
-    if kind == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-        side, channels = config.image_size, getattr(config, "num_channels", 3)
-        inputs = {"pixel_values": torch.zeros(batch, channels, side, side), "labels": torch.zeros(batch).long()}
-        return Example(inputs, None)
-    if isinstance(vocabulary, int):
-        longest = getattr(_text(config), "max_position_embeddings", None) or _LONGEST
+    vocabulary, side = getattr(_text(config), "vocab_size", None), getattr(config, "image_size", None)
+    dtype = next((param.dtype for param in model.parameters()), None)
+    if kind == "pixel_values" and config is not None:
+        sides = (side or _SIDE,) * 2 if side is None or isinstance(side, int) else tuple(side)
+        images = torch.zeros(batch, getattr(config, "num_channels", 3), *sides, dtype=dtype)
+        assumed = () if side else (f"images of {_SIDE} x {_SIDE}",)
+        return Example({"pixel_values": images, "labels": torch.zeros(batch).long()}, None, assumed)
+    bins = getattr(config, "num_mel_bins", None) if kind == "input_features" else None
+    if isinstance(vocabulary, int) and (kind == "input_ids" or bins):
+        longest = (
+            getattr(_text(config), "max_target_positions" if bins else "max_position_embeddings", None) or _LONGEST
+        )
         tokens = sequence or min(longest, _LONGEST)
         assumed = () if sequence else (f"samples of {tokens} tokens; --sequence says otherwise",)
         ids = torch.randint(vocabulary, (batch, tokens))
-        return Example({"input_ids": ids, "labels": ids}, tokens, assumed)
+        first = {kind: torch.zeros(batch, bins, 2 * config.max_source_positions, dtype=dtype) if bins else ids}
+        return Example({**first, **_labels(type(model).__name__, ids)}, tokens, assumed)
     raise UsageError(
-        f"what {type(model).__name__} takes is not known: it is no model of Transformers. Define "
+        f"what {type(model).__name__} takes is not known: it is no model of Transformers for text or images. Define "
         "example_batch(batch, sequence) next to the function that returns the model; it returns the inputs of so many "
         "samples: keywords, a tuple, or a tensor; for a PipelineModule the pair (inputs, labels)"
     )
+
+
+def _labels(name: str, ids: Tensor) -> dict[str, Tensor]:
+    """What a model of Transformers with this name of its class computes its loss from."""
+    if "QuestionAnswering" in name:
+        return dict.fromkeys(("start_positions", "end_positions"), torch.zeros_like(ids[:, 0]))
+    if "Classification" in name:
+        return {"labels": torch.zeros_like(ids if "Token" in name else ids[:, 0])}
+    return {"labels": ids}
 
 
 def _text(config: Any) -> Any:
