@@ -159,7 +159,8 @@ def _write_fit(file: Path, given: dict[str, object], found: Plan, advice: Sequen
     else:
         best = next((each for each in advice if not each.change.code), None) or next(iter(advice), None)
         if best is None:
-            raise UsageError(f"--fit {file}: no change of the config fits, so that nothing was written")
+            sys.stderr.write(f"ds_plan: {file} is not written: no change of the config fits\n")
+            return
         watches = {key: value for key, value in given.items() if key not in found.config}
         made = {**best.change.config, **watches}
         if best.change.code:

@@ -254,7 +254,7 @@ def _tokens(inputs: Any) -> int | None:
 
 
 def _loss(out: Any) -> Tensor:
-    loss = getattr(out, "loss", None)
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if loss is None:
         loss = out[0] if isinstance(out, (tuple, list)) else out
     if not isinstance(loss, Tensor):

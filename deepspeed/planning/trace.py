@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
+import json
 import logging
 import os
 import sys
@@ -34,7 +35,8 @@ from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.groups import FAKE_PLAYS
 from deepspeed.comm.records import Entry, LinkBytes, link_bytes, read
 from deepspeed.config import load
-from deepspeed.config.batch import MICRO, TRAIN
+from deepspeed.config.batch import MICRO
+from deepspeed.config.batch import STEPS as MICRO_STEPS
 from deepspeed.config.read import read as read_config
 from deepspeed.errors import UsageError
 from deepspeed.events import Phase, PhaseBegan, PhaseFinished
@@ -249,6 +251,7 @@ class _Tracer:
     borders: list[tuple[int, str, int | None]] = field(default_factory=list)
     """(collectives so far, phase and micro step that follow) of the step."""
     entries: list[Entry] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
     dense: list[str] = field(default_factory=list)
     """Embeddings with sparse gradients, which are planned as dense ones."""
 
@@ -299,7 +302,7 @@ class _Tracer:
             moments=_moments(profiler.changes, began, head),
             overlaps=parts.config.schema.zero_optimization.overlaps_comm,
             partition=() if pipeline is None else tuple(b - a for a, b in itertools.pairwise(pipeline.parts)),
-            assumed=(*example.assumed, *_assumed(self.memory, engine, self.dense)),
+            assumed=(*self.assumed, *example.assumed, *_assumed(self.memory, engine, self.dense)),
         )
 
     def _enter(self, event: PhaseBegan) -> None:
@@ -327,9 +330,11 @@ class _Tracer:
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
                 part.sparse = False  # which rows a batch touches depends on values
                 self.dense.append(name)
-        given: Any = job.config
+        given = filled(job.config, self.assumed)
         if job.batch is not None:
-            given = _with_batch(dict(job.config), job.batch)
+            given = _with_batch(given, job.batch)
+        elif given.get(MICRO) == "auto":
+            raise UsageError(f'{MICRO} is "auto" in the config; say --batch (batch=), the samples of a micro batch')
         return initialize(model=model, config=given, model_parameters=_trained(model))[0]
 
     def _profiler(self, engine: DeepSpeedEngine) -> MemoryProfiler:
@@ -444,15 +449,35 @@ def quiet(config: Any) -> dict[str, Any]:
     return made
 
 
+def filled(config: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:
+    """The config with values in place of each "auto" that a client such as Transformers' Trainer replaces.
+
+    What changes no shape is left out; what does is told to `assumed`.
+    """
+    enabled = {name: (config.get(name) or {}).get("enabled") for name in ("bf16", "fp16")}
+    narrow = next((name for answer in (True, "auto") for name in enabled if enabled[name] == answer), None)
+    taken = {MICRO_STEPS: 1, "gradient_clipping": 1.0, **{f"{name}.enabled": name == narrow for name in enabled}}
+
+    def settled(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in values.items():
+            path = f"{prefix}{key}"
+            if isinstance(value, Mapping):
+                yield key, dict(settled(value, f"{path}."))
+            elif value != "auto" or path == MICRO or path.startswith("zero_optimization."):
+                yield key, value  # the engine knows what "auto" is there, or --batch says it
+            elif path in taken:
+                assumed.append(f'{path} is "auto", taken as {json.dumps(taken[path])}')
+                yield key, taken[path]
+
+    return dict(settled({key: value for key, value in config.items() if key != "scheduler"}, ""))
+
+
 def _with_batch(config: dict[str, Any], batch: int) -> dict[str, Any]:
     """The config with so many samples in a micro batch, where it leaves that open."""
     found = config.get(MICRO)
     if found not in (None, "auto", batch):
         raise UsageError(f"{MICRO} is {found} in the config, and --batch (batch=) says {batch}; remove one of them")
-    made = {**config, MICRO: batch}
-    if made.get(TRAIN) == "auto":
-        del made[TRAIN]
-    return made
+    return {**config, MICRO: batch}
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -14,6 +14,7 @@ from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.planning.ceilings import DEVICES, as_json, device_of
 from deepspeed.planning.command import main
 from deepspeed.planning.planner import Cluster
+from deepspeed.planning.trace import filled
 from tests.harness import ranks
 
 SCRIPT = """
@@ -47,6 +48,8 @@ def job(tmp_path, monkeypatch):
     (tmp_path / "reads.py").write_text("def build_model(): open('weights.bin')\n", encoding="utf-8")
     (tmp_path / "ds.json").write_text(json.dumps({**SIZES, "zero_optimization": {"stage": 0}}), encoding="utf-8")
     (tmp_path / "batch.json").write_text(json.dumps({**SIZES, "train_batch_size": 6}), encoding="utf-8")
+    auto = {**SIZES, "train_micro_batch_size_per_gpu": "auto"}
+    (tmp_path / "auto.json").write_text(json.dumps(auto), encoding="utf-8")
     return tmp_path
 
 
@@ -66,7 +69,8 @@ def told(folder, *words):
 
 
 def test_what_fits_and_what_does_not(job):
-    status, out, _ = told(job, "model.py", "ds.json", "--world", "4", "--device", "h200", "--json", "--html", "p.html")
+    words = ["model.py", "auto.json", "--batch", "4", "--world", "4", "--device", "h200", "--json", "--html", "p.html"]
+    status, out, _ = told(job, *words)
     found = json.loads(out)
     assert status == 0
     assert found["memory"]["fits"] is True
@@ -84,6 +88,9 @@ def test_what_fits_and_what_does_not(job):
     status, out, _ = told(job, "model.py", "fit.json", "--world", "4", "--memory", str(int(peak * 0.8)), "--json")
     assert status == 0, fitting
     assert json.loads(out)["batch"]["train"] == found["batch"]["train"], "as many samples a step"
+    status, _, err = told(job, "model.py", "fit.json", "--memory", "1000", "--fit", "none.json")
+    assert status == 1, "nothing fits"
+    assert "none.json is not written" in err
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,7 @@ def test_what_fits_and_what_does_not(job):
         (["model.py:takes_width", "ds.json"], "takes_width() takes arguments"),
         (["model.py:Fails", "ds.json"], "ds_plan: error: a step of model.py:Fails failed: RuntimeError"),
         (["model.py", "batch.json", "--world", "4"], "train_batch_size"),
+        (["model.py", "auto.json"], 'train_micro_batch_size_per_gpu is "auto" in the config; say --batch'),
         (["model.py", "ds.json", "--device", "h20"], "did you mean h200?"),
         (["model.py", "ds.json", "--world", "12"], "per_node 8 does not divide world 12"),
         (["model.py", "ds.json", "--advise"], "no memory is named"),
@@ -117,6 +125,20 @@ def test_wrong_words(words, capsys):
         main(words)
     assert ended.value.code == 2
     assert "error" in capsys.readouterr().err
+
+
+def test_auto_is_what_clients_take():
+    adam = {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}}
+    sections = {"bf16": {"enabled": "auto"}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
+    given = {"train_batch_size": "auto", "gradient_accumulation_steps": "auto", "optimizer": adam, **sections}
+    made = {"gradient_accumulation_steps": 1, "optimizer": {"type": "AdamW", "params": {"eps": 1e-6}}}
+    assumed: list[str] = []
+    assert filled(given, assumed) == {**made, "bf16": {"enabled": True}}
+    assert assumed == ['gradient_accumulation_steps is "auto", taken as 1', 'bf16.enabled is "auto", taken as true']
+    for half, taken in ((True, False), (False, True), ("auto", True)):
+        both = filled({**given, "fp16": {"enabled": half}}, [])
+        assert both["bf16"]["enabled"] is taken, "one of them at most"
+        assert both["fp16"]["enabled"] is (half is True)
 
 
 def test_devices(tmp_path):
