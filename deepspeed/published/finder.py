@@ -151,6 +151,9 @@ class _Finder(MetaPathFinder, Loader):
             return ModuleSpec(name, self, is_package=True)
         if spec is None and (reason := _gone(name)) is not None:
             raise ImportError(reason, name=name)
+        module, _, last = name.rpartition(".")
+        if spec is None and last == "__main__" and module in _LOST_NAMES:  # `python -m` takes it for a package
+            return importlib.util.spec_from_file_location(name, sys.modules[module].__file__)
         if spec is not None and name in _LOST_NAMES and spec.submodule_search_locations is None:
             spec.submodule_search_locations = []
         if spec is not None and spec.loader is not None and (name in REEXPORTED or spec.submodule_search_locations):

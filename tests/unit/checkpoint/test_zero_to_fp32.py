@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,12 @@ def test_the_script_says_what_it_wrote(tmp_path, capsys, more):
     what = f"{files[0]} and {len(files) - 1} more, with an index" if more else str(files[0])
     assert (len(files) > 1) == bool(more)
     assert re.fullmatch(rf"wrote {what}: tag global_step3, \d+\.\d KiB in \d+\.\d s", lines[1])
+
+
+def test_the_module_runs_as_a_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["zero_to_fp32", str(FIXTURES / "stage2_bf16"), str(tmp_path)])
+    runpy.run_module("deepspeed.utils.zero_to_fp32", run_name="__main__", alter_sys=True)
+    assert (tmp_path / "pytorch_model.bin").exists()
 
 
 @pytest.mark.slow
