@@ -28,8 +28,8 @@ class CompileConfig(Section):
     )
     passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = key(
         None,
-        "Groups of passes; they change nothing, as the ZeRO stage and tensor_parallel.autotp_size decide.",
-        NotBuilt("AutoSP as a pass", lambda passes: "autosp" in (passes or ()), instead="use sequence_parallel_size"),
+        "What is compiled: autosp shares sequences over sequence_parallel_size ranks by Ulysses, autotp layers over "
+        "tensor_parallel.autotp_size; z1 and z3 change nothing, as the ZeRO stage decides.",
     )
     debug_log: bool = key(False, "Whether the graphs are logged as the passes leave them.")
     sync_before_reduce: bool = key(False, "Whether the device is waited for before a gradient is handed over.")

@@ -140,13 +140,18 @@ def load(source: ConfigSource | RawConfig, *, partial: bool = False) -> Loaded:
 
 
 def _imply(data: dict[str, Any]) -> None:
-    """`compile.offload_parameters` is the offload of parameters that ZeRO stage 3 has."""
+    """DeepCompile's offload of parameters is that of ZeRO stage 3, its AutoSP the sharing of sequences by Ulysses."""
     graphs, zero = data.get("compile"), data.get("zero_optimization")
-    if not isinstance(graphs, dict) or not isinstance(zero, dict):
+    if not isinstance(graphs, dict) or graphs.get("deepcompile") is not True:
         return
-    asked = graphs.get("deepcompile") is True and graphs.get("offload_parameters") is True
-    if asked and zero.get("stage") == 3 and zero.get("offload_param") is None:
+    sharded = isinstance(zero, dict) and zero.get("stage") == 3 and zero.get("offload_param") is None
+    if isinstance(zero, dict) and sharded and graphs.get("offload_parameters") is True:
         zero["offload_param"] = {"device": "cpu"}
+    passes = graphs.get("passes")
+    if isinstance(passes, list) and "autosp" in passes:
+        sequences = data.setdefault("sequence_parallel", {})
+        if isinstance(sequences, dict) and sequences.get("attention") is None:
+            sequences["attention"] = "ulysses"
 
 
 def _is_strict(found: Findings) -> bool:

@@ -298,7 +298,7 @@ def _verify(config: Schema) -> Iterator[str]:
 def _deep_compile(config: Schema) -> Iterator[str]:
     if not config.compile.deepcompile:
         return
-    zero = config.zero_optimization
+    zero, sequence_size = config.zero_optimization, config.sequence_parallel_size or 1
     others = {
         "managed_gradient_accumulation false": not config.managed_gradient_accumulation,
         'gradient_allreduce_op "sum"': config.gradient_allreduce_op == "sum",
@@ -306,7 +306,9 @@ def _deep_compile(config: Schema) -> Iterator[str]:
         "optimizer_in_backward.enabled": config.optimizer_in_backward.enabled,
         "expert_parallel.enabled": config.expert_parallel.enabled,
         "hybrid_engine.enabled": config.hybrid_engine.enabled,
-        "sequence_parallel_size": (config.sequence_parallel_size or 1) > 1,
+        'sequence_parallel_size unless sequence_parallel.attention is "ulysses"': (
+            sequence_size > 1 and config.sequence_parallel.attention != "ulysses"
+        ),
         "sparse_gradients": config.sparse_gradients,
         "zero_optimization.zenflow": zero.zenflow is not None,
         "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
@@ -321,11 +323,15 @@ def _deep_compile(config: Schema) -> Iterator[str]:
     }
     if found := _names(others):
         yield f"compile.deepcompile: does not work with {found}; give one of them"
-    if "autotp" in (config.compile.passes or ()) and config.tensor_parallel.autotp_size < 2:
-        yield (
-            f"compile.passes: autotp compiles layers that ranks share, but tensor_parallel.autotp_size is "
-            f"{config.tensor_parallel.autotp_size}; set it to 2 or more, or leave autotp out"
-        )
+    for name, what, key, size in (
+        ("autosp", "sequences", "sequence_parallel_size", sequence_size),
+        ("autotp", "layers", "tensor_parallel.autotp_size", config.tensor_parallel.autotp_size),
+    ):
+        if name in (config.compile.passes or ()) and size < 2:
+            yield (
+                f"compile.passes: {name} compiles {what} that ranks share, but {key} is {size}; set it to 2 or more, "
+                f"or leave {name} out"
+            )
     if config.compile.offload_parameters and not zero.offloads_parameters:
         yield (
             "compile.offload_parameters: only parameters that ranks share can wait in host memory; set "

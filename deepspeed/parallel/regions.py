@@ -141,14 +141,15 @@ _WAYS: Mapping[str, Way] = MappingProxyType(
 )
 
 
-def _named(group: str) -> ProcessGroup:
+def named_group(group: str) -> ProcessGroup:
+    """The group that a graph calls so."""
     groups: Any = torch.distributed.distributed_c10d
     found: ProcessGroup = groups._resolve_process_group(group)
     return found
 
 
 def _wire(tensor: Tensor, group: str, way: str, sizes: list[int], dim: int) -> Tensor:
-    return _WAYS[way](tensor, GroupMembers(_named(group)), sizes, dim)
+    return _WAYS[way](tensor, GroupMembers(named_group(group)), sizes, dim)
 
 
 def _shaped(tensor: Tensor, group: str, way: str, sizes: list[int], dim: int) -> Tensor:
@@ -156,7 +157,7 @@ def _shaped(tensor: Tensor, group: str, way: str, sizes: list[int], dim: int) ->
     if way == "joined":
         shape[dim] = sum(sizes)
     elif way == "summed_part":
-        shape[dim] = sizes[_named(group).rank()]
+        shape[dim] = sizes[named_group(group).rank()]
     return tensor.new_empty(shape)
 
 

@@ -295,10 +295,10 @@ class StageSequences:
     @contextmanager
     def block(self, block: nn.Module) -> Iterator[None]:
         """A block runs inside, which must see the parts of other ranks."""
-        before = self._sharing.attention.calls
+        self._sharing.attention.used = False
         with self.numbers(block):
             yield
-        if self._sharing.attention.calls == before:
+        if not self._sharing.attention.used:
             raise UsageError(
                 f"{type(block).__name__} computed no attention over the sequence-parallel ranks, so that their parts "
                 "of a sequence do not see each other. Train this model without sequence_parallel_size."

@@ -472,7 +472,6 @@ _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 COMING: dict[str, str] = {
     "deepspeed.compile.constants": _SCHEDULE,
     "deepspeed.compile.list_schedule": _SCHEDULE,
-    "deepspeed.compile.passes.sp_compile": "use sequence_parallel_size",
     "deepspeed.compile.z3_eager_fallback": _SCHEDULE,
     "deepspeed.runtime.compression": _TORCHAO,
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -119,8 +120,8 @@ class SequenceAttention:
         self.inner = core.function
         self.current: SequenceInfo | None = None
         """The sequences of the forward that runs."""
-        self.calls = 0
-        """How often attention was computed over ranks."""
+        self.used = False
+        """Attention was computed over ranks since this was set to false."""
 
     def mask(self, *args: Any, **kwargs: Any) -> Tensor:
         """What Transformers calls to make a mask."""
@@ -132,7 +133,9 @@ class SequenceAttention:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         """What Transformers calls to compute attention."""
-        whole = self._masks.whole(attention_mask)
+        # A graph has no table of masks; it runs again as it is, and not by attention functions that look for theirs.
+        captured = torch.compiler.is_compiling() and self.current is not None
+        whole = self.current if captured else self._masks.whole(attention_mask)
         if whole is None and attention_mask is not None:
             raise UsageError(
                 "attention got a mask that the model did not make in this forward: one of four dims, or a copy. Pass "
@@ -140,7 +143,7 @@ class SequenceAttention:
             )
         if whole is None or whole.length == 0:  # the bare module is called, or a part of it that has no mask
             return self._alone(module, (query, key, value), attention_mask, kwargs)
-        self.calls += 1
+        self.used = True
         return attend(module, (query, key, value), self._core, self._ways, whole, **kwargs)
 
     def _alone(

@@ -144,14 +144,14 @@ class _SharedForward:
             self._compared = True
         part = self._inputs.part(args, kwargs)
         self._attention.current = part.whole
-        before = self._attention.calls
+        self._attention.used = False
         try:
             # Tokens and heads of ranks are different ones: what is dropped of them must be, too.
             with rank_generator(self._axis) if self._module.training else nullcontext():
                 outputs = self._forward(**part.arguments)
         finally:
             self._attention.current = None
-        if self._attention.calls == before:
+        if not self._attention.used:
             raise UsageError(
                 "the model's forward computed no attention over the sequence-parallel ranks, so that its parts of a "
                 "sequence do not see each other. Leave sequence_parallel.attention out for this model."

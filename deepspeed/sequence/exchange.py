@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 from torch.distributed import ProcessGroup
 
 from deepspeed import comm
 from deepspeed.errors import LayoutError
+from deepspeed.parallel.regions import named_group
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class HeadPlan:
         return self.queries[rank] // len(self.keys[rank])
 
 
-@cache
 def head_plan(queries: int, keys: int, size: int) -> HeadPlan:
     """Share heads out over `size` ranks as evenly as they go; key/value heads stay together with their queries.
 
@@ -194,14 +193,34 @@ def _exchange(
     ]
     flat = torch.cat([piece.reshape(-1) for pieces in sent for piece in pieces])
     arrived = [sum(map(math.prod, each)) for each in shapes]
-    landed = flat.new_empty(sum(arrived))
-    comm.all_to_all_single(landed, flat, arrived, [sum(p.numel() for p in pieces) for pieces in sent], group=group)
+    leaving = [sum(p.numel() for p in pieces) for pieces in sent]
+    if torch.compiler.is_compiling():
+        landed = torch.ops.deepspeed_sequence.exchange(flat, group.group_name, arrived, leaving)
+    else:
+        landed = _swap(flat, group, arrived, leaving)
     sizes = [[math.prod(shape) for shape in each] for each in shapes]
     blocks = [block.split(each) for block, each in zip(landed.split(arrived), sizes, strict=True)]
     return tuple(
         torch.cat([blocks[peer][at].view(shapes[peer][at]) for peer in range(size)], 1 if scatters else 2)
         for at in range(len(tensors))
     )
+
+
+def _swap(flat: Tensor, group: ProcessGroup, arriving: Sequence[int], leaving: Sequence[int]) -> Tensor:
+    landed = flat.new_empty(sum(arriving))
+    comm.all_to_all_single(landed, flat, list(arriving), list(leaving), group=group)
+    return landed
+
+
+# The same as an operation of a graph, which names the ranks by their group.
+_LIBRARY = library.Library("deepspeed_sequence", "DEF")
+_LIBRARY.define("exchange(Tensor flat, str group, SymInt[] arriving, SymInt[] leaving) -> Tensor")
+_LIBRARY.impl(
+    "exchange", lambda flat, name, *sizes: _swap(flat, named_group(name), *sizes), "CompositeExplicitAutograd"
+)
+library.register_fake(
+    "deepspeed_sequence::exchange", lambda flat, name, arriving, leaving: flat.new_empty(sum(arriving)), lib=_LIBRARY
+)
 
 
 def _arriving(own: torch.Size, heads: int) -> tuple[int, int, int, int]:

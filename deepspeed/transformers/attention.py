@@ -141,7 +141,9 @@ class CoreAttention:
         causal = is_causal(module, options)
         if window is not None and (not causal or window >= whole.length):
             window = None
-        runs = whole.runs if window is None and query.shape[2] == key.shape[2] else None
+        # Runs are lists, which the host knows and a graph does not.
+        in_runs = window is None and query.shape[2] == key.shape[2] and not torch.compiler.is_compiling()
+        runs = whole.runs if in_runs else None
         if runs is not None:
             return self._in_runs(shared, tensors, runs, options)
         mask = None

@@ -22,7 +22,7 @@ REASONS: dict[str, str] = {
         f"deepspeed/compile/passes/{name}.py": "a published path"
         for name in (
             *("prefetch", "selective_gather", "zero1_compile", "zero2_compile", "zero3_compile"),
-            *("offload_activation", "offload_adam_states"),
+            *("offload_activation", "offload_adam_states", "sp_compile"),
         )
     },
     "deepspeed/checkpoint/constants.py": "published names",

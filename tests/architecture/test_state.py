@@ -48,7 +48,6 @@ MEMOS = {
     "profiling::_is_made_of_others": "which operations torch takes apart",
     "profiling::_is_pointwise": "which operations compute element by element",
     "profiling::_plain": "what an operation is called that does not work in place",
-    "sequence::head_plan": "which rank computes which heads",
     "zero::_late": "the class of a parameter whose update is on its way",
     "ops::load_triton": "that Triton's compiler is being loaded, or is",
     "ops::builder_class": "the classes of builders, by their published names",

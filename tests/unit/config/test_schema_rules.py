@@ -8,6 +8,7 @@ from deepspeed.config.schema import Schema
 
 ON = {"enabled": True}
 DEEP = {"deepcompile": True}
+ULYSSES = {"attention": "ulysses"}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
@@ -31,6 +32,16 @@ CASES = [
         {"compile": {**DEEP, "passes": ["autotp"]}},
         "compile.passes: autotp compiles layers that ranks share",
         {"compile": {**DEEP, "passes": ["autotp"]}, "tensor_parallel": {"autotp_size": 2}},
+    ),
+    (
+        {"compile": {**DEEP, "passes": ["autosp"]}},
+        "compile.passes: autosp compiles sequences that ranks share",
+        {"compile": {**DEEP, "passes": ["autosp"]}, "sequence_parallel_size": 2, "sequence_parallel": ULYSSES},
+    ),
+    (
+        {"compile": DEEP, "sequence_parallel_size": 2, "sequence_parallel": {"attention": "ring"}},
+        "compile.deepcompile: does not work with sequence_parallel_size unless sequence_parallel.attention",
+        {"compile": DEEP, "sequence_parallel_size": 2, "sequence_parallel": ULYSSES},
     ),
     ({"fp16": ON, "bf16": ON}, "fp16.enabled, bf16.enabled: ", {"fp16": ON}),
     (
