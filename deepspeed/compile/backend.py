@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
+from torch._guards import Source, TracingContext
 
 from deepspeed.compile.contracts import CompilePass
 from deepspeed.compile.graph import GraphParameter, PassLimits, StepGraph, recompute_from, storages
@@ -196,10 +196,12 @@ class GraphCompiler:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Any:
         parameters: dict[int, GraphParameter] = {}
         for place, node in enumerate(_inputs(module.graph)):
+            given = node.meta.get("grapharg")
             # what the model gave as an input when the graph was captured
-            found = self._host.parameter(getattr(node.meta.get("grapharg"), "example", None))
+            found = self._host.parameter(getattr(given, "example", None))
             if found is not None:
                 parameters[place] = found
+                _only_with(given.source)
         eager = self._backend == "eager"
         number = len(self.captured)
         captured = CapturedGraph(number, self._host, self._passes, len(inputs), parameters, self._log, eager)
@@ -222,6 +224,13 @@ class GraphCompiler:
             log_dist_once(f"DeepCompile: graph {number} ends at {where}, which runs in Python: {text}")
         if any(isinstance(each, torch.SymInt) for each in inputs):
             log_dist_once(f"DeepCompile: graph {number} has dynamic shapes, from {_first_line(module)} on")
+
+
+def _only_with(source: Source) -> None:
+    """Let the graph that is captured run with this very tensor: its operations do not fit the next layer's."""
+    from torch._dynamo.guards import GuardBuilder  # loads the compiler, which takes seconds
+
+    TracingContext.get().guards_context.dynamo_guards.add(source.make_guard(GuardBuilder.ID_MATCH))
 
 
 def _first_line(module: fx.GraphModule) -> str:

@@ -55,6 +55,29 @@ class Broken(nn.Module):
         return (x @ turned + self.first.bias).square().mean()
 
 
+class Repeated(nn.Module):
+    """Layers of one class and shape, each of which is captured by itself: what it has is no other one's."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = torch.tanh(self.linear(x))
+            torch._dynamo.graph_break()
+            return x
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
 SOME = ("Two", "Primes", "Tied", "Checkpointed")
 
 
@@ -252,6 +275,8 @@ def test_what_is_not_captured():
         for stage in (1, 3):
             assert_same_training(run(Broken, stage, config=DEEP, each=compiled(seen)), expected)
             assert len(graphs(seen[-1])) > 1
+    assert_same_training(run(Repeated, 2, config=DEEP, each=compiled(seen)), run(Repeated, 0))
+    assert len(graphs(seen[-1])) >= 3
     if torch.distributed.get_rank() == 0:
         here = f"{__file__}:{Broken.forward.__code__.co_firstlineno + 3}"
         assert len([text for text in told if "which runs in Python" in text and here in text]) == 1, told
