@@ -196,7 +196,7 @@ class GraphCompiler:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Any:
         parameters: dict[int, GraphParameter] = {}
         for place, node in enumerate(_inputs(module.graph)):
-            given = node.meta.get("grapharg")
+            given: Any = node.meta.get("grapharg")
             # what the model gave as an input when the graph was captured
             found = self._host.parameter(getattr(given, "example", None))
             if found is not None:
