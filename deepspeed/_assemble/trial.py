@@ -109,7 +109,7 @@ def _matrix() -> nn.Parameter:
 
 
 def _schedule(schema: Schema, autos: tuple[str, ...]) -> None:
-    """Over a plain optimizer, since an error in the optimizer section is told by itself."""
+    """Over a plain optimizer, since an error in the optimizer section is reported by itself."""
     if schema.scheduler.type is None:
         return
     filled = {path.rpartition(".")[2]: value for path, value in _FILLED.items() if path in autos}

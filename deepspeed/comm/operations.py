@@ -140,7 +140,7 @@ class CommOperation:
     `p2p` operations are numbered apart from collectives, since not all ranks of a group take part in them.
     `peer` is the position of the root or peer rank among the arguments of `call`.
     `free` operations return handles that complete only once another rank, or a later call of this one, does its
-    part, so measuring them must not wait for them at once. Listeners hear of `timed` ones only.
+    part, so measuring them must not wait for them at once. Listeners are called for `timed` ones only.
     """
 
     name: str

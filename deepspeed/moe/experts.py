@@ -272,7 +272,7 @@ def _own(layers: Sequence[nn.Linear], name: str) -> list[Any]:
 
 
 def read(expert: nn.Module) -> ExpertGraph | None:
-    """The structure of an expert; None if its steps cannot be told, or do not treat every row alike."""
+    """The structure of an expert; None if its steps cannot be traced, or do not treat every row alike."""
     graph = _traced(expert)
     if graph is None or sum(node.op == "placeholder" for node in graph.nodes) != 1:
         return None
@@ -293,7 +293,7 @@ def read(expert: nn.Module) -> ExpertGraph | None:
 
 
 def _traced(expert: nn.Module) -> fx.Graph | None:
-    """The steps of an expert; None if it has others in training than in evaluation, or they cannot be told."""
+    """The steps of an expert; None if it has others in training than in evaluation, or they cannot be traced."""
     modes = {module: module.training for module in expert.modules()}
     graphs = []
     try:
@@ -422,7 +422,7 @@ class Experts(nn.Module):
 
     @property
     def as_one(self) -> bool:
-        """True if the experts need not be told apart by the host; see [Note: experts as one]."""
+        """True if the experts need not be separated by the host; see [Note: experts as one]."""
         return self._structure is not None
 
     def _of_rows(self, rows: Tensor, groups: Groups) -> Tensor:

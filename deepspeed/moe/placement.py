@@ -4,8 +4,8 @@
 
 [Note: whole state dicts] `state_dict()` is called on any rank, so it gives what this rank has. Whoever copies it for a
 file by `clone_tensors_for_torch_save`, as Accelerate does on every rank, gets whole experts: the dict brings the way to
-them along, in its metadata. That takes all ranks. One that calls alone is told so after some seconds: ranks meet in the
-job's store before anything is sent.
+them along, in its metadata. That takes all ranks. One that calls alone gets an error after some seconds: ranks meet
+in the job's store before anything is sent.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def split_params_into_different_moe_groups_for_optimizer(
     for group in given:
         if "name" not in group:
             raise UsageError(
-                "a parameter group has no 'name', which the groups of its experts would be told by; add "
+                "a parameter group has no 'name', by which the groups of its experts would be found; add "
                 "'name': ... to each group"
             )
         shared, experts = split_params_into_shared_and_expert_params(list(group["params"]))

@@ -62,7 +62,7 @@ class BatchSource:
         self._source, self._iterator, self._again = iterator if self.needed else None, None, again
 
     def reopen(self) -> None:
-        """Take batches from where the loader was told to continue."""
+        """Take batches from where the loader was set to continue."""
         if callable(getattr(self._source, "load_state_dict", None)):
             self._iterator = None
 
@@ -174,15 +174,15 @@ def _send(state: OrderedDict[str, Any], stages: AxisGroup, device: torch.device)
 
 
 def _receive(stage: int, stages: AxisGroup, device: torch.device) -> dict[str, Any]:
-    def hear(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def received(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         told = torch.empty(shape, dtype=dtype, device=device)
         if told.numel():
             comm.recv(told.view(-1).view(torch.uint8), stages.ranks[stage], stages.group)
         return told
 
-    size = int(hear((1,), torch.int64))
-    form = MessageForm.parse(bytes(hear((size,), torch.uint8).tolist()).decode())
-    found: dict[str, Any] = unflatten(form, [hear(kind.shape, kind.dtype).cpu() for kind in form.kinds])
+    size = int(received((1,), torch.int64))
+    form = MessageForm.parse(bytes(received((size,), torch.uint8).tolist()).decode())
+    found: dict[str, Any] = unflatten(form, [received(kind.shape, kind.dtype).cpu() for kind in form.kinds])
     return found
 
 
@@ -191,7 +191,7 @@ _RANKS = re.compile(r"\branks? (\d+(?:, \d+)*)")
 
 @contextmanager
 def naming_stages(topology: ProcessTopology) -> Iterator[None]:
-    """A rank that was lost is told by its stage, too."""
+    """Reports of a lost rank also name its stage."""
     try:
         yield
     except CommError as error:
@@ -285,7 +285,7 @@ class PipelineEngine(DeepSpeedEngine):
         results = self._play(self._plan(count), *self._load(self._batches, "train_batch()", count))
         self.module.ties.reduce(self._parts.reducer.change_unreduced)
         loss = self._mean(results)
-        assert loss is not None, "the loss of a training batch is told to all ranks"
+        assert loss is not None, "the loss of a training batch is sent to all ranks"
         self._additional = self._mean_extra(results)
         self.total_loss = torch.stack(results.losses).sum() if results.losses else None
         self.loss_of_step = loss
@@ -400,7 +400,7 @@ class PipelineEngine(DeepSpeedEngine):
         return float(torch.stack(losses).mean())
 
     def _mean(self, results: Results, *, tell: bool = True) -> Pending[Tensor] | None:
-        """The mean over micro-batches and replicas, on all ranks if it is told to them, else on the last stage."""
+        """The mean over micro-batches and replicas, on all ranks if it is sent to them, else on the last stage."""
         layout, module = self._parts.layout, self.module
         if results.loss is not None:
             return Pending(torch.tensor(results.loss, dtype=torch.float32)) if tell or module.last else None

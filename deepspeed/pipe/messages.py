@@ -53,7 +53,7 @@ Structure = tuple[str, Any]
 
 @dataclass(frozen=True)
 class MessageForm:
-    """A structure without its tensors; equal forms need not be told again."""
+    """A structure without its tensors; equal forms are not sent again."""
 
     structure: Structure
     kinds: tuple[TensorForm, ...]

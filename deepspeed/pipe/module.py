@@ -223,7 +223,7 @@ class PipelineModule(nn.Module):
     def forward(self, forward_input: Any, stage: int | None = None) -> Any:
         """Run the layers of a stage of this rank; which one need only be said where it holds several."""
         stage = self.stages[0] if stage is None else stage
-        self.__dict__["micro_offset"] += 1  # a number: nothing that a module must be told of
+        self.__dict__["micro_offset"] += 1  # a number: nothing that a module has to register
         first, last, value = self.parts[stage], self.parts[stage + 1], forward_input
         if stage == 0 and isinstance(value, tuple) and len(value) == 1:
             value = value[0]  # the inputs of a batch

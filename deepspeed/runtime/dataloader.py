@@ -122,7 +122,7 @@ class DeepSpeedDataLoader:
     """Batches of one data-parallel rank; `iter()` begins the next epoch, `next()` gives the next batch.
 
     [Note: epochs and places]
-    Every pass is an epoch, with its own order, the same on a rerun: the sampler is told the epoch at the start of
+    Every pass is an epoch, with its own order, the same on a rerun: the sampler gets the epoch at the start of
     each pass. A pass that is left midway counts as an epoch. A script may still call `set_epoch`, here or on its
     sampler. `state_dict()` says the epoch, the samples of it that all ranks together have been given, and the seed;
     after `load_state_dict()` the next batch is the one that would have come next, also for a loop that is under way,
@@ -330,7 +330,7 @@ class RepeatingLoader:
     """An endless iterator over a loader, epoch after epoch.
 
     `loader` is anything that can be iterated again and again (a data loader, a list), or a function that returns a
-    fresh iterable. A torch DataLoader whose sampler takes an epoch is told the next one before each further pass.
+    fresh iterable. A torch DataLoader whose sampler takes an epoch gets the next one before each further pass.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -393,7 +393,7 @@ class RepeatingLoader:
 
 
 def _epoch_of(listener: Any, unknown: int) -> int:
-    """The epoch that a sampler was told last; `unknown` of one that does not say it, or takes none."""
+    """The epoch that a sampler was given last; `unknown` of one that does not say it, or takes none."""
     return getattr(listener, "epoch", unknown) if hasattr(listener, "set_epoch") else unknown
 
 

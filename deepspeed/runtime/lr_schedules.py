@@ -494,4 +494,4 @@ def step_schedule(schedule: Any, given: Mapping[str, Any], samples: int) -> None
     try:
         schedule.step()
     except TypeError:
-        schedule.step(samples)  # of some libraries, which must be told by how much
+        schedule.step(samples)  # of some libraries, which take the number

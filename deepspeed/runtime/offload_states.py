@@ -31,7 +31,7 @@ def move_states(
     if target is OffloadDeviceEnum.nvme:
         raise UsageError("engine.offload_states() moves states to the cpu alone; device is nvme")
     if target is OffloadDeviceEnum.none:
-        logger.warning("engine.offload_states() was told the device none, so nothing moves")
+        logger.warning("engine.offload_states() was called with the device none, so nothing moves")
         return
     chosen = _chosen(include)
     if not parts.moved and parts.states is not None:
@@ -121,7 +121,7 @@ class _MovedParameter:
 
 
 def _close_access(parts: Parts) -> None:
-    """Whoever asks for states, or gathers parameters, is told where they are."""
+    """Errors for reads of states, or gathers of parameters, that say where they are."""
     states: OptimizerStates | None = parts.states
     assert states is not None, "there is an optimizer"
     states.absent = _away("this", parts.moved)

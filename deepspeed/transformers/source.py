@@ -150,7 +150,7 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-_MARK = "_births"
+_MARK = "_construction_watchers"
 _ABSENT = object()
 
 
@@ -169,7 +169,7 @@ class ParameterConstruction:
     def watch(self) -> Iterator[None]:
         """Watch every module that is constructed meanwhile.
 
-        Watchers may be nested: the innermost one is told, and all that are `beside_others`.
+        Watchers may be nested: the innermost one is called, and all that are `beside_others`.
         """
         with ExitStack() as undo:
             for kind in _subclasses(nn.Module):
@@ -240,7 +240,7 @@ class ParameterConstruction:
 
 
 def _original(function: Any) -> Callable[..., None]:
-    """The function below the wrappers of other watchers, which would be told too."""
+    """The function below the wrappers of other watchers, which would be called too."""
     while hasattr(function, _MARK):
         function = function.__wrapped__
     original: Callable[..., None] = function

@@ -28,7 +28,7 @@ from deepspeed.comm.watch.store import WatchStore
 from deepspeed.comm.watch.threads import all_stacks, main_place, positions
 from deepspeed.comm.watch.verdict import HangVerdict, judge
 
-_HISTORY = 32  # calls of each group that are told
+_HISTORY = 32  # calls of each group that are reported
 _KEPT = 5  # folders with stacks that stay on a host, the newest
 _NAME = re.compile(r"deepspeed-hang-[0-9a-f]{16}")
 
@@ -179,7 +179,7 @@ class Inquiry:
         for rank in sorted(needed - settled.keys()):
             if neighbours is not None and rank in neighbours.found:
                 settled[rank] = neighbours.found[rank].report(silent=True)
-        # Those of other hosts are told of by their neighbours, who have looked as well by now.
+        # Those of other hosts are reported by their neighbours, who have looked as well by now.
         for report in self._store.reports(settled.keys()).values():
             for rank, seen in report.seen.items():
                 if rank in needed:

@@ -56,7 +56,7 @@ class Neighbour:
         return "stopped" if found is not None and found[0] in "Tt" else "runs"
 
     def report(self, *, silent: bool = False) -> RankReport:
-        """What can be told of it from outside; with `silent` it has been asked and did not answer."""
+        """What can be known of it from outside; with `silent` it has been asked and did not answer."""
         groups = progress_of(read_calls(self.calls))
         words, state, main = read_end(self.calls), self.look(), ""
         conditions = {

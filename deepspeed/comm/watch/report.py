@@ -85,7 +85,7 @@ class RankReport:
 
 
 def call_of(entry: Entry) -> CollectiveCall:
-    """A recorded operation as it is told to other ranks."""
+    """A recorded operation as it is reported to other ranks."""
     record = read(entry)
     return CollectiveCall(
         group=record.group,

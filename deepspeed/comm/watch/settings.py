@@ -26,7 +26,7 @@ class HangSettings:
     folder: Path | None = None
 
     def warns_after(self, timeout: float) -> float:
-        """When a slow rank is told of, for an operation that may take so long."""
+        """When a slow rank is reported, for an operation that may take so long."""
         return min(timeout / 2, _WARN) if self.warn_after is None else self.warn_after
 
 

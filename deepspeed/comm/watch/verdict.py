@@ -3,8 +3,8 @@
 [Note: the verdict] It begins with one call that does not complete and the ranks that have to make it. A rank is at
 fault if it cannot answer, has ended, has not entered the call, or entered something else under that number. One that
 has not entered because it waits elsewhere only passes the delay on: whoever keeps it waiting is looked for in the same
-way, and told first. The first number under which ranks differ is told, since all later ones follow from it.
-A rank may enter while it is being asked, after others have given up: it is told as late. Only where all ranks have
+way, and reported first. The first number under which ranks differ is reported, since all later ones follow from it.
+A rank may enter while it is being asked, after others have given up: it is reported as late. Only where all ranks have
 waited inside the call is nobody at fault.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from deepspeed.comm.watch.report import CollectiveCall, GroupProgress, RankReport, WaitingCall
 
-SHOWN = 8  # ranks that are told one by one
+SHOWN = 8  # ranks that are listed one by one
 
 # Operations to which every rank brings as many elements, and those that have one root.
 _EQUAL = {

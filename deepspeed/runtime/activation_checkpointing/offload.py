@@ -268,7 +268,7 @@ class OffloadedTensor:
 
     def __init__(self, flat: torch.Tensor, shape: torch.Size, turn: CallGroup, slot: BufferSlot[int] | None) -> None:
         self.numel, self.dtype, self.device = flat.numel(), flat.dtype, flat.device
-        self.shape = shape  # of the saved tensor, to be told
+        self.shape = shape  # of the saved tensor, for messages
         self.turn = turn
         self.version = self.found = flat._version  # of the saved tensor if `flat` is a view of it
         self.tensor: torch.Tensor | None = flat
@@ -384,7 +384,7 @@ class ActivationOffload:
         """Begin the copy to the host."""
         parked.look()
         if parked.tensor is None or parked.found != parked.version:
-            parked.tensor = None  # changed already: there is nothing left to copy, and backward is told
+            parked.tensor = None  # changed already: there is nothing left to copy, and backward raises an error
             return
         if parked.slot is None:
             parked.slot = self.pool.take(parked.numel, parked.dtype)

@@ -381,7 +381,7 @@ def _without_collections() -> Iterator[None]:
 
 
 def _here(meeting: RankMeeting, what: str, act: Callable[[], T]) -> T:
-    """As `on_all_ranks`, for a result that the other ranks need not hear."""
+    """As `on_all_ranks`, for a result that the other ranks do not need."""
     kept: list[T] = []
     on_all_ranks(meeting, what, lambda: kept.append(act()))
     return kept[0]

@@ -49,7 +49,7 @@ _WRITERS = {
 
 
 def expected_kinds(optimizer: Optimizer) -> frozenset[str] | None:
-    """The states of a parameter's shape that the optimizer keeps; None if that cannot be told without training."""
+    """The states of a parameter's shape that the optimizer keeps; None if that cannot be known without training."""
     if isinstance(optimizer, BatchOptimizer):
         return frozenset(optimizer.moments)
     found = frozenset(kind for param, state in optimizer.state.items() for kind in _shaped(state, param))
@@ -118,7 +118,7 @@ def rates(optimizer: Optimizer | None) -> list[Any]:
 
 
 def warn_of_rates(optimizer: Optimizer | None, before: list[Any]) -> None:
-    """A learning rate that was edited in the config does not survive a resume, which is told where nothing sets it."""
+    """A learning rate that was edited in the config does not survive a resume: log that where nothing sets it."""
     if optimizer is None or any("initial_lr" in group for group in optimizer.param_groups):
         return  # a schedule of the caller's sets it
     changed = [(old, new) for old, new in zip(before, rates(optimizer), strict=True) if old != new]

@@ -48,7 +48,7 @@ class ConstructionSite:
     buffers: BufferRule = field(default_factory=BufferRule)
 
     def factories(self) -> AbstractContextManager[Any]:
-        """A context in which factory functions make tensors on the device, unless they are told another one."""
+        """A context in which factory functions make tensors on the device, unless they are given another one."""
         return nullcontext() if self.device is None else self.device
 
     @torch.no_grad()

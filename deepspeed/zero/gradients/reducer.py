@@ -80,7 +80,7 @@ class GradientReducer:
         passes: FetchCoordinator | None = None,
         replicated: ReplicatedGradients | None = None,
     ) -> None:
-        """`registered` are the parameters in the model's order; `passes` is told when a backward begins and ends.
+        """`registered` are the parameters in the model's order; `passes` is notified when a backward begins and ends.
 
         Gradients that are summed where they lie, the only group then, need no `agreement`.
         """

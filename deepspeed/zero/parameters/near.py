@@ -2,7 +2,7 @@
 
 [Note: nearer copies] A pass that makes a parameter whole over all ranks leaves each rank its part of the copy that its
 neighbours share; until the values change, parameters become whole among neighbours only. All ranks of an axis must ask
-the same ranks. So an edit, which one rank may make alone, only notes that copies are outdated; the ranks hear of it at
+the same ranks. So an edit, which one rank may make alone, only notes that copies are outdated; the ranks learn it at
 the begin of the next pass and drop all copies together.
 """
 

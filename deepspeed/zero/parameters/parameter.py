@@ -29,7 +29,7 @@ _GRAD: Any = torch.Tensor.grad
 set_plain_grad = _GRAD.__set__
 """As an assignment to the gradient, without the property of `_TakenGradient`."""
 plain_grad = _GRAD.__get__
-"""The gradient of a parameter, whatever clients are told when they ask for it."""
+"""The gradient of a parameter, without the errors and warnings that scripts get for `param.grad`."""
 
 
 def _chunk(param: ZeroParameter) -> Tensor:
@@ -168,7 +168,7 @@ class _TakenGradient:
 
     @property
     def grad(self) -> Tensor | None:
-        """As of any tensor; that torch's clipping finds none is told."""
+        """As of any tensor; a warning is logged where torch's clipping finds none."""
         found: Tensor | None = _GRAD.__get__(self)
         if found is None and sys._getframe(1).f_code.co_filename == _CLIPPING:
             warn_once(
@@ -187,17 +187,17 @@ class _TakenGradient:
 
 
 class SpreadParameter(_TakenGradient, ZeroParameter):
-    """One that lies on several ranks, empty outside of its uses: whoever copies it then is told."""
+    """One that lies on several ranks, empty outside of its uses: a copy made then is worth a warning."""
 
     def detach(self) -> Tensor:
-        self._tell_empty()
+        self._warn_if_empty()
         return super().detach()
 
     def clone(self, *, memory_format: torch.memory_format | None = None) -> Tensor:
-        self._tell_empty()
+        self._warn_if_empty()
         return super().clone(memory_format=memory_format)
 
-    def _tell_empty(self) -> None:
+    def _warn_if_empty(self) -> None:
         shard: Shard | None = getattr(self, "_zero", None)  # None while a copy is made
         if shard is None or shard.whole or not shard.numel:
             return

@@ -1,4 +1,4 @@
-"""Plain PyTorch's state dicts of a model in shards: whole ones are loaded, empty ones are told with what is better."""
+"""Plain PyTorch's state dicts of a model in shards: whole ones are loaded, empty ones are refused with advice."""
 
 from __future__ import annotations
 

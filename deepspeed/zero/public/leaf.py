@@ -91,7 +91,7 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: DeepSpeedZeroLeafModuleConfig | None) -> list[nn.Module]:
-    """Mark what `zero_optimization.leaf_module` names; classes may be absent, absent names and suffixes are told."""
+    """Mark what `zero_optimization.leaf_module` names; classes may be absent, absent names and suffixes are logged."""
     if leaf_cfg is None:
         return []
     found: list[nn.Module] = []

@@ -479,7 +479,7 @@ class StripedGroup(ShardGroup):
         *,
         arrived: Callable[[Shard], None] | None,
     ) -> None:
-        """`arrived` is told of every gradient that is taken."""
+        """`arrived` is called with every gradient that is taken."""
         super().__init__(members, placement, dtypes, options)
         self._arrived = arrived
         self.shards = [_need(name, shard_of(param)) for name, param in members]

@@ -1,7 +1,7 @@
 """The gradient norm of the whole model, put together from what each rank holds, and clipping by it.
 
-Where nothing depends on a norm a step does not wait for it, and most of them nobody ever reads. Their reductions must
-be completed all the same: a failed one is told, and a rank that ended in the middle of one would look lost to others.
+Where nothing depends on a norm a step does not wait for it, and most norms are never read. Their reductions must be
+completed all the same: a failed one is reported, and a rank that ended in the middle of one would look lost to others.
 """
 
 from __future__ import annotations
