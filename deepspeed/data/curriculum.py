@@ -107,7 +107,7 @@ def _cut(value: Any, whole: int, length: int) -> Any:
     if isinstance(value, Tensor):
         for dim in (2, 3) if value.dim() == 4 else (1,) if value.dim() > 1 else ():
             if value.shape[dim] == whole:
-                value = value.narrow(dim, 0, length)
+                value = value.narrow(dim, 0, length).contiguous()  # models use view(-1)
         return value
     if isinstance(value, Mapping):
         return type(value)({name: _cut(each, whole, length) for name, each in value.items()})  # type: ignore[call-arg]
