@@ -269,6 +269,10 @@ class QuantTypeEnum(str, Enum):
 
 _OF_THE_MODEL = "it is read from the model's own layers"
 _OWN_GROUPS = "groups of experts follow from ep_size"
+_WITHOUT_FILES = NoEffect(
+    "no checkpoint is given",
+    lambda config: config.checkpoint is None and config.checkpoint_config.checkpoint_dir is None,
+)
 
 
 class DeepSpeedTPConfig(InferenceSection):
@@ -339,7 +343,7 @@ class InferenceCheckpointConfig(InferenceSection):
 
     checkpoint_dir: str | None = key(None, "As checkpoint.")
     save_mp_checkpoint_path: str | None = key(None, "As save_mp_checkpoint_path.")
-    base_dir: str | None = key(None, "As base_dir.")
+    base_dir: str | None = key(None, "As base_dir.", _WITHOUT_FILES)
 
 
 def _switch(value: Any) -> Any:
@@ -383,7 +387,7 @@ class DeepSpeedInferenceConfig(InferenceSection):
     checkpoint: str | dict[str, Any] | None = key(
         None, "Where weights lie: a folder of safetensors, or a description as a dict or a JSON file."
     )
-    base_dir: str = key("", "The folder that relative paths of a checkpoint's description start from.")
+    base_dir: str = key("", "The folder that relative paths of a checkpoint's description start from.", _WITHOUT_FILES)
     set_empty_params: bool = key(
         False, "Whether parameters lose the values they have, and their memory, before a checkpoint is read."
     )
@@ -394,7 +398,9 @@ class DeepSpeedInferenceConfig(InferenceSection):
         InferenceCheckpointConfig, "The three keys above in a section.", alias="ckpt_config"
     )
     return_tuple: bool = no_effect(True, "a layer returns what the model's own layer returns")
-    training_mp_size: PositiveCount = key(1, "Number of ranks that shared the layers of the checkpoint's training.")
+    training_mp_size: PositiveCount = key(
+        1, "Number of ranks that shared the layers of the checkpoint's training.", _WITHOUT_FILES
+    )
     replace_method: str = no_effect("auto", "modules are recognised by what they compute")
     injection_policy: Any = key(
         None,

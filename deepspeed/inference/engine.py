@@ -18,7 +18,7 @@ from deepspeed.errors import UsageError
 from deepspeed.generate.graphs import GraphedModule
 from deepspeed.generate.paged import PagedGenerate
 from deepspeed.inference.modules import parts_of
-from deepspeed.inference.prepare import prepare
+from deepspeed.inference.prepare import Prepared, prepare
 from deepspeed.log import log_dist
 from deepspeed.transformers.replacement import put_whole, replacement
 
@@ -66,9 +66,8 @@ class InferenceEngine(nn.Module):
         self.module = model
         for line in idle_keys(self._config):
             log_dist(line)
-        streams = self._prepared.stream is not None
-        self._graphs = None if streams else _graphs(model, self._config)
-        self._paged = _paged(model, self._config, streams=streams)
+        self._graphs = _graphs(model, self._config, self._prepared)
+        self._paged = _paged(model, self._config, streams=self._prepared.stream is not None)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -173,7 +172,7 @@ def _attach(part: nn.Module, config: DeepSpeedInferenceConfig) -> None:
     with ExitStack() as stack:
         made = prepare(part, config, stack)
         stack.pop_all()
-    graphs = _graphs(part, config) if made.stream is None else None
+    graphs = _graphs(part, config, made)
     if graphs is not None:
         own = replacement(part) or type(part).forward
         put_whole(part, lambda module, *args, **kwargs: graphs(partial(own, module), *args, **kwargs))
@@ -185,11 +184,13 @@ def _paged(model: nn.Module, config: DeepSpeedInferenceConfig, *, streams: bool)
     return PagedGenerate(model, config, streams=streams) if generates else None
 
 
-def _graphs(model: nn.Module, config: DeepSpeedInferenceConfig) -> GraphedModule | None:
+def _graphs(model: nn.Module, config: DeepSpeedInferenceConfig, made: Prepared) -> GraphedModule | None:
     """What captures and replays the forwards of a model; None where the config or the device has none."""
     if not config.enable_cuda_graph:
         return None
-    if get_accelerator().device_name() == "cpu":
-        log_dist("enable_cuda_graph: no effect: a CPU has no graphs of kernels")
-        return None
-    return GraphedModule(model)
+    why = "a CPU has no graphs of kernels" if made.device.type == "cpu" else None
+    if made.stream is not None:
+        why = "weights that stream to the device are at other addresses in each forward"
+    if why is not None:
+        log_dist(f"enable_cuda_graph: no effect: {why}")
+    return GraphedModule(model) if why is None else None

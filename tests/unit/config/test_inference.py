@@ -77,6 +77,13 @@ def test_idle_keys():
         "triton_autotune",
     ]
     assert idle_keys(v1(triton_autotune=False)) == []
+    of_files = {"base_dir": "x", "training_mp_size": 2, "checkpoint_config": {"base_dir": "x"}}
+    assert [line.partition(":")[0] for line in idle_keys(v1(**of_files))] == [
+        "base_dir",
+        "checkpoint_config.base_dir",
+        "training_mp_size",
+    ]
+    assert idle_keys(v1(**of_files, checkpoint="x")) == []
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ _ON_HOST = {"stage": 3, "offload_param": {"device": "cpu"}}
         ({"ragged": {"memory": {"device": 0}, "quantization": {"quantization_mode": "w8a16"}}}, {"host"}),
     ],
 )
-def test_weights_that_stream(tmp_path, keys, tiers):
+def test_weights_that_stream(tmp_path, monkeypatch, keys, tiers):
     """Of a module whose values are there, and of one that gets them from files; forwards and generate."""
     folder, plain = tmp_path / "model", llama()
     plain.save_pretrained(folder)
@@ -173,7 +173,8 @@ def test_weights_that_stream(tmp_path, keys, tiers):
         memory = section.get("memory", section) if section else {}
         if memory.get("device") == "nvme" or memory.get("disk"):
             memory[name] = str(tmp_path)
-    keys = {"dtype": "fp32", "enable_cuda_graph": True, **keys}
+    keys, said = {"dtype": "fp32", "enable_cuda_graph": True, **keys}, []
+    monkeypatch.setattr("deepspeed.inference.engine.log_dist", said.append)
     within = 0.02 if keys["dtype"] == "int8" or "quantization" in keys.get("ragged", {}) else 1e-5
     expected = plain(ids(2, 9)).logits
     for model, more in ((llama(), {}), (empty(), {"checkpoint": str(folder)})):
@@ -181,6 +182,8 @@ def test_weights_that_stream(tmp_path, keys, tiers):
         stream = engine._prepared.stream
         found = {unit.tier for unit in stream.units if unit.modules and unit.rest is not None} if stream else set()
         assert found == tiers - {"device"}
+        assert any("weights that stream" in line for line in said) is (stream is not None)
+        said.clear()
         for _ in range(2):
             torch.testing.assert_close(engine(ids(2, 9)).logits.float(), expected, atol=within, rtol=0)
         if within < 0.01:
