@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.fusion.build import find, put
-from deepspeed.transformers.replacement import class_before
+from deepspeed.fusion.build import FusionFinding, find, put
+from deepspeed.transformers.replacement import Refused, class_before
 
 KINDS = ("norm", "mlp", "rotary", "mask")
 """What fused kernels compute in inference."""
@@ -67,22 +67,28 @@ def replace_transformer_layer(
     """
     if checkpoint_dict is not None:
         raise UsageError("replace_transformer_layer reads no checkpoint; give it to init_inference(checkpoint=...)")
-    names: list[str] = []
     with ExitStack() as undo:
-        blocks = [(path, each) for path, each in model.named_modules() if _is_a(each, orig_layer_impl)]
-        if orig_layer_impl is not None and not blocks:
-            raise UsageError(f"the model has no module of the class {orig_layer_impl.__name__}")
-        for path, block in blocks or [("", model)]:
-            found = [each for each in find(block, KINDS, serves="infer") if not hasattr(each.result, "reason")]
-            put(found, undo)
-            names += [f"{path}.{each.name}".strip(".") for each in found]
-        mark_blocks(model, names, undo)
+        put_kernels(model, orig_layer_impl, undo)
         undo.pop_all()
     return model
 
 
-def _is_a(module: nn.Module, kind: type[nn.Module] | None) -> bool:
-    return kind is not None and isinstance(module, kind)
+def put_kernels(model: nn.Module, kind: type[nn.Module] | None, stack: ExitStack) -> list[FusionFinding]:
+    """Put fused kernels into the blocks of a class, or into all of a model; what was found."""
+    blocks = {"": model}
+    if kind is not None:
+        blocks = {path: each for path, each in model.named_modules() if isinstance(each, kind)}
+        if not blocks:
+            raise UsageError(f"the model has no module of the class {kind.__name__}")
+    every: list[FusionFinding] = []
+    names: list[str] = []
+    for path, block in blocks.items():
+        found = list(find(block, KINDS, serves="infer"))
+        put(found, stack)
+        every += found
+        names += [f"{path}.{each.name}".strip(".") for each in found if not isinstance(each.result, Refused)]
+    mark_blocks(model, names, stack)
+    return every
 
 
 def parts_of(pipeline: object) -> dict[str, nn.Module]:

@@ -80,6 +80,8 @@ class Pipeline:
     def __call__(self, prompts: str | Sequence[str], **params: Any) -> list[Response]:
         """A response for each prompt, or `n` for each in turn; `params` as `GenerateOptions.read` takes them."""
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if self.tokenizer is None:
+            raise UsageError("a pipeline takes text, and this model has no tokenizer; pass tokenizer=… to pipeline()")
         options = GenerateOptions.read(params)
         tokens = [self.tokenizer(text)["input_ids"] for text in texts]
         made = self._llm.generate(tokens, [options.params(len(each)) for each in tokens], progress=False)

@@ -23,11 +23,11 @@ from deepspeed.config.schema import Schema
 from deepspeed.config.zero import OffloadDeviceEnum
 from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable, UsageError
 from deepspeed.fragments import DimSplit
-from deepspeed.fusion.build import find, lines, put
+from deepspeed.fusion.build import lines
 from deepspeed.fusion.packed_linear import WeightPacking, rounding
 from deepspeed.generate.weights import ModelPacking, packing_of
 from deepspeed.inference.checkpoint import SlicedFiles, fill_slices, find_files, save_slices, splits_for
-from deepspeed.inference.modules import KINDS, mark_blocks
+from deepspeed.inference.modules import put_kernels
 from deepspeed.log import print_dist
 from deepspeed.memory.streaming import StreamSettings, StreamUnit, WeightStream, stream_weights
 from deepspeed.moe.auto_ep import spread_blocks
@@ -86,8 +86,8 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig, stack: ExitStack
 
     if settings is None:
         _fill(model, empty, files, written, made.axis)
-    if config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path:
-        _save(model, config, made.axis)
+    if folder := config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path:
+        _save(model, folder, made.axis)
     if layout is not None:
         spread_experts(model, layout, stack, data_first=False)
     if settings is None:
@@ -240,7 +240,13 @@ def _split(
         spread_blocks(schema, model, layout, lambda *_: nullcontext())
     if made.axis is None:
         return
-    split(model, made.axis, section, element_size=made.dtype.itemsize)
+    plan = split(model, made.axis, section, required=False, element_size=made.dtype.itemsize)
+    if not plan.divides:
+        raise UsageError(
+            f"tensor_parallel.tp_size is {made.axis.size}, but no layer of {type(model).__name__} can be split by its "
+            "own plan or by the names of its layers. Name the layers whose outputs are summed in injection_policy, or "
+            "leave tp_size out"
+        )
     sync_generators(made.axis)
 
 
@@ -258,15 +264,14 @@ def _fill(
         fill(model, empty, *cuts)
 
 
-def _save(model: nn.Module, config: DeepSpeedInferenceConfig, axis: RankGroup | None) -> None:
+def _save(model: nn.Module, folder: str, axis: RankGroup | None) -> None:
     if cuts_of_experts(model):
         raise FeatureUnavailable(
             "save_mp_checkpoint_path: experts that are dealt to ranks (moe.ep_size) are not written yet; save with an "
             "ep_size of 1",
             path="save_mp_checkpoint_path",
         )
-    folder = config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path
-    save_slices(model.state_dict(), Path(str(folder)), axis, splits_of(model))
+    save_slices(model.state_dict(), Path(folder), axis, splits_of(model))
 
 
 def packings(config: DeepSpeedInferenceConfig) -> tuple[WeightPacking | None, dict[str, WeightPacking]]:
@@ -302,8 +307,6 @@ def packings(config: DeepSpeedInferenceConfig) -> tuple[WeightPacking | None, di
 
 def inject(model: nn.Module, stack: ExitStack) -> None:
     """Put fused kernels in place of what they compute, and log the table."""
-    found = list(find(model, KINDS, serves="infer"))
-    put(found, stack)
+    found = put_kernels(model, None, stack)
     told = lines(found) if found else ["nothing was found that fused kernels compute"]
     print_dist("\n".join(["Fused kernels", *told]))
-    mark_blocks(model, [each.name for each in found if not hasattr(each.result, "reason")], stack)

@@ -56,6 +56,12 @@ def test_a_pipeline(model, expected):
     with pytest.raises(UsageError, match="max_length is 2"):
         pipe(PROMPTS, max_length=2)
     pipe.destroy()
+    from transformers import LlamaForCausalLM
+
+    pipe = inference.pipeline(LlamaForCausalLM.from_pretrained(model), **CACHE)
+    with pytest.raises(UsageError, match="this model has no tokenizer; pass tokenizer="):
+        pipe("hello")
+    pipe.destroy()
 
 
 def test_another_task_by_transformers_pipeline(model, tmp_path):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import deepspeed
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.inference import LLM, SamplingParams
 from tests.harness import ranks
 from tests.unit.inference.test_engine import empty, ids, llama
@@ -36,6 +36,8 @@ def test_ways_to_share_layers():
         assert engine.mp_world_size == 2
         assert engine.module.model.layers[0].mlp.up_proj.out_features == 64
         torch.testing.assert_close(logits(engine), expected, atol=within, rtol=0)
+    with pytest.raises(UsageError, match=r"tensor_parallel\.tp_size is 2, but no layer of Linear can be split"):
+        deepspeed.init_inference(torch.nn.Linear(4, 4), dtype="fp32", mp_size=2)
     prompts = ids(2, 9)
     plain = deepspeed.init_inference(llama(), dtype="fp32", mp_size=2)
     found = plain.generate(prompts, max_new_tokens=6)
