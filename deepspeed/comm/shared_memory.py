@@ -28,6 +28,7 @@ import torch.distributed as td
 from torch import Tensor
 
 from deepspeed.comm.processes import has_ended, host_key, process_state, supported
+from deepspeed.log import warn_once
 
 SMALLEST, LARGEST = 32 << 10, 64 << 20  # bytes of a message; gloo is as fast below, and needs less memory above
 _READERS = 8  # ranks up to which each reads all that an all-reduce sums
@@ -374,9 +375,13 @@ def _meet(group: Any) -> SharedGroup | None:
     own, told = None, None
     wanted = os.environ.get("DS_COMM_SHARED_MEMORY", "1").strip().lower() not in ("0", "false", "off", "no")
     if wanted and supported() and _call >= 0 and (state := process_state(os.getpid())) is not None:
-        own = os.memfd_create("deepspeed-collectives")
-        os.ftruncate(own, _DATA + (1 << 20))
-        told = (host_key(), os.getpid(), state[1], own)
+        try:
+            own = os.memfd_create("deepspeed-collectives")
+            os.ftruncate(own, _DATA + (1 << 20))
+        except OSError as error:  # no descriptor or memory is left; the others hear of it
+            warn_once(f"{world} ranks of this host use gloo's sockets, since this one gets no shared memory: {error}")
+        else:
+            told = (host_key(), os.getpid(), state[1], own)
     found: list[Any] = [None] * world
     td.all_gather_object(found, told, group)
     hosts = {None if each is None else each[0] for each in found}
@@ -389,7 +394,7 @@ def _meet(group: Any) -> SharedGroup | None:
         return SharedGroup(group, ranks[td.get_rank(group)][2], ranks)
     for _, _, segment in ranks:
         segment.close()
-    if own is not None and not ranks:
+    if own is not None and all(segment.fd != own for _, _, segment in ranks):
         os.close(own)
     return None
 

@@ -1,5 +1,6 @@
 """Collectives through memory that ranks of one host share: gloo's numbers, any order of waits, and real faults."""
 
+import errno
 import os
 import re
 import signal
@@ -128,6 +129,23 @@ def test_what_goes_another_way():
         del os.environ["DS_COMM_SHARED_MEMORY"]
     assert shared_memory._known[td.GroupMember.WORLD] is None
     assert float(values[0]) == 2
+
+
+@ranks(2)
+def test_a_rank_without_descriptors_left(monkeypatch):
+    """All ranks go the other way, and keep no file open."""
+
+    def refuse(name):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    dist.all_reduce(torch.ones(1))  # the hang watch begins
+    if td.get_rank():
+        monkeypatch.setattr(os, "memfd_create", refuse)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    dist.all_reduce(values := torch.ones(ENOUGH))
+    assert float(values[0]) == 2
+    assert shared_memory._known[td.GroupMember.WORLD] is None
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 @ranks(2)
