@@ -43,30 +43,31 @@ def trained(engine, packed):
     return losses, values
 
 
-@ranks(2, timeout=600)
-def test_shared_sequences():
-    for family, stage, backend, packed in (
-        ("uneven", 3, "eager", True),
-        ("llama", 1, "inductor", False),
-    ):
-        model, _ = make(family)
-        options = {"sequence_parallel_size": 2, **momentum(**zero(stage))}
-        eager = start(copy.deepcopy(model), 1, sequence_parallel={"attention": "ulysses"}, **options)
-        expected, wanted = trained(eager, packed)
-        engine = start(model, 1, compile={"deepcompile": True, "passes": ["autosp"]}, **options)
-        torch._dynamo.reset()
-        seen = []
+@ranks(2, compiles=True)
+@pytest.mark.parametrize(
+    ("family", "stage", "backend", "packed"),
+    [("uneven", 3, "eager", True), ("llama", 1, "inductor", False)],
+    ids=["eager", "inductor"],
+)
+def test_shared_sequences(family, stage, backend, packed):
+    model, _ = make(family)
+    options = {"sequence_parallel_size": 2, **momentum(**zero(stage))}
+    eager = start(copy.deepcopy(model), 1, sequence_parallel={"attention": "ulysses"}, **options)
+    expected, wanted = trained(eager, packed)
+    engine = start(model, 1, compile={"deepcompile": True, "passes": ["autosp"]}, **options)
+    torch._dynamo.reset()
+    seen = []
 
-        def see(graph, seen=seen):
-            seen += [graph.backward for node in graph.module.graph.nodes if str(node.target) == EXCHANGE]
+    def see(graph):
+        seen.extend(graph.backward for node in graph.module.graph.nodes if str(node.target) == EXCHANGE)
 
-        engine.compile(backend=backend, schedule=[(0, [f"zero{stage}_compile", see])])
-        deep = engine._deep
-        found, values = trained(engine, packed)
-        assert found == pytest.approx(expected, abs=1e-5), family
-        assert_close(values, wanted, 2e-5)
-        assert seen.count(False) == seen.count(True) >= 4, "two in each of two layers, and two for their gradients"
-        assert deep.runs >= 2 * len(graphs(deep)) > 0, "forward and backward run as graphs"
+    engine.compile(backend=backend, schedule=[(0, [f"zero{stage}_compile", see])])
+    deep = engine._deep
+    found, values = trained(engine, packed)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert_close(values, wanted, 2e-5)
+    assert seen.count(False) == seen.count(True) >= 4, "two in each of two layers, and two for their gradients"
+    assert deep.runs >= 2 * len(graphs(deep)) > 0, "forward and backward run as graphs"
 
 
 def test_batches_that_cannot_be_shared():
