@@ -39,7 +39,6 @@ class AttentionOptions:
     key_scale: Tensor | None = None
     """float32 with 1 or [key heads] elements: keys are those of the pages times this."""
     value_scale: Tensor | None = None
-    causal: bool = True
     deterministic: bool = False
     """A query gets the same bits in any batch."""
     tile: AttentionTile | None = None
@@ -126,11 +125,9 @@ def _attend(
     values = _gathered(value_pages, used, offsets, options.value_scale, query.dtype)
     places = lengths.unsqueeze(1) - count + torch.arange(count, device=device)
     behind = places.unsqueeze(2) - position  # [batch, queries, keys]
-    seen = (position < lengths.unsqueeze(1)).unsqueeze(1) & (blocks >= 0).unsqueeze(1)
-    if options.causal:
-        seen = seen & (behind >= 0)
+    seen = (position < lengths.unsqueeze(1)).unsqueeze(1) & (blocks >= 0).unsqueeze(1) & (behind >= 0)
     if options.window is not None:
-        seen = seen & (behind.abs() < options.window)
+        seen = seen & (behind < options.window)
     # Heads that read one key head are further queries of it.
     groups = heads // kv_heads
     rows = query.view(batch, count, kv_heads, groups, width).permute(0, 2, 3, 1, 4)

@@ -63,7 +63,7 @@ def _keys(
     q, top, weight, found, key_ptr, value_ptr, table_ptr, begin, end, place, window, length, scale, slope,
     key_block, key_token, value_block, value_token, width, value_width, soft_cap,
     SIZE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, EVEN: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Take keys [begin, end) into (largest score, sum of weights, weighted values); `place` are query positions."""
     at, along, value_along = tl.arange(0, KEYS), tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
@@ -90,10 +90,9 @@ def _keys(
         seen = there[None, :]
         if MASKED:
             behind = place[:, None] - position[None, :]
-            if CAUSAL:
-                seen = seen & (behind >= 0)
+            seen = seen & (behind >= 0)
             if WINDOW:
-                seen = seen & (behind < window) & (behind > -window)
+                seen = seen & (behind < window)
         scores = tl.where(seen, scores, float("-inf"))
         largest = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(largest == float("-inf"), 0.0, largest)
@@ -108,17 +107,12 @@ def _keys(
 @triton.jit
 def _span(
     length, first, split, splits, window,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-    FIXED: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """[low, high): the keys that queries from position `first` on see, or those of a split."""
-    low, high = 0, length
-    if CAUSAL:
-        high = tl.minimum(length, first + QUERIES)
+    low, high = 0, tl.minimum(length, first + QUERIES)
     if WINDOW:
         low = tl.maximum(0, first - window + 1) // KEYS * KEYS
-        if not CAUSAL:
-            high = tl.minimum(length, first + QUERIES - 1 + window)
     if SPLIT:
         if FIXED > 0:
             low, high = tl.maximum(low, split * FIXED), tl.minimum(high, split * FIXED + FIXED)
@@ -172,9 +166,9 @@ def _attend(
     out_ptr, part_ptr, sums_ptr, tokens, sequences, scale, soft_cap, window, splits, width, value_width, stride,
     q_token, q_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SINGLE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT: tl.constexpr,
-    FIXED: tl.constexpr, EVEN: tl.constexpr, ONLY: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SINGLE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT: tl.constexpr, FIXED: tl.constexpr,
+    EVEN: tl.constexpr, ONLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ONLY: 1 for sequences of one query, 2 for others, 0 for all."""
     after_others(PDL)
@@ -194,7 +188,7 @@ def _attend(
     length, inside = tl.load(lengths_ptr + s), (query < QUERIES) & (query + ahead < count)
     first, token = length - count + ahead, (begin + ahead + query).to(tl.int64)
     at = token * heads + head
-    low, high = _span(length, first, split, splits, window, QUERIES, KEYS, CAUSAL, WINDOW, SPLIT, FIXED)
+    low, high = _span(length, first, split, splits, window, QUERIES, KEYS, WINDOW, SPLIT, FIXED)
     if (low >= high) & SPLIT:
         nothing = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
         tl.store(sums_ptr + split.to(tl.int64) * stride + at, nothing, mask=inside)
@@ -211,17 +205,17 @@ def _attend(
     table_ptr += s.to(tl.int64) * table_row
     top, weight = tl.full((ROWS,), float("-inf"), dtype=tl.float32), tl.zeros((ROWS,), dtype=tl.float32)
     found, clear = tl.zeros((ROWS, VALUE_WIDTH), dtype=tl.float32), low
-    if CAUSAL and not WINDOW and not SINGLE:  # up to here every query sees every key
+    if not WINDOW and not SINGLE:  # up to here every query sees every key
         clear = tl.maximum(low, tl.minimum(high, first + 1) // KEYS * KEYS)
         top, weight, found = _keys(
             q, top, weight, found, key_ptr, value_ptr, table_ptr, low, clear, first + query, window, length, factor,
             slope, key_block, key_token, value_block, value_token, width, value_width, soft_cap,
-            SIZE, KEYS, WIDTH, VALUE_WIDTH, False, CAUSAL, WINDOW, CAP, ALIBI, EVEN,
+            SIZE, KEYS, WIDTH, VALUE_WIDTH, False, WINDOW, CAP, ALIBI, EVEN,
         )  # fmt: skip
     top, weight, found = _keys(
         q, top, weight, found, key_ptr, value_ptr, table_ptr, clear, high, first + query, window, length, factor,
         slope, key_block, key_token, value_block, value_token, width, value_width, soft_cap,
-        SIZE, KEYS, WIDTH, VALUE_WIDTH, True, CAUSAL, WINDOW, CAP, ALIBI, EVEN,
+        SIZE, KEYS, WIDTH, VALUE_WIDTH, True, WINDOW, CAP, ALIBI, EVEN,
     )  # fmt: skip
     _finish(
         top, weight, found, at, inside, head, kv_head, split, value_scale_ptr, sinks_ptr, out_ptr, part_ptr, sums_ptr,
@@ -343,7 +337,7 @@ def _attended(
         tokens * heads, query.stride(0), query.stride(1), *key_pages.stride()[:3], *value_pages.stride()[:3],
         tables.stride(0),
         GROUP=group, QUERIES=queries, ROWS=rows, SIZE=size, KEYS=tile.keys, WIDTH=whole, VALUE_WIDTH=value_whole,
-        SINGLE=single, CAUSAL=options.causal, WINDOW=options.window is not None, CAP=options.soft_cap is not None,
+        SINGLE=single, WINDOW=options.window is not None, CAP=options.soft_cap is not None,
         ALIBI=options.alibi is not None, SINKS=options.sinks is not None, SCALES=scaled, SPLIT=split,
         FIXED=FIXED if options.deterministic else 0, EVEN=whole == width and value_whole == value_width, ONLY=only,
         num_warps=tile.warps, num_stages=tile.stages, **overlaps(device),

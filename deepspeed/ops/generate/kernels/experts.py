@@ -12,13 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.generate.kernels.packed import form, units
+from deepspeed.ops.generate.kernels.packed import form, groups_of, units
 from deepspeed.ops.generate.kernels.streaming import processors
-from deepspeed.ops.generate.packed_weight import UNIT, ExpertWeight, PackedWeight
+from deepspeed.ops.generate.packed_weight import ExpertWeight, PackedWeight
 from deepspeed.ops.model.kernels.common import KINDS, act, after_others, cdiv, next_power, overlaps
 from deepspeed.ops.precompile import launch
 
 _ROWS = 16
+_WHOLE = {"MODE": 0, "BYTES": 0, "GROUPED": False, "ZEROS": False}
+"""In place of what a packed weight says."""
 _CHUNK = tl.constexpr(16)
 
 
@@ -52,83 +54,62 @@ def _plan(
 
 @triton.jit
 def _routed(
-    x_ptr, w_ptr, order_ptr, expert_ptr, shares_ptr, y_ptr, x_row, w_expert, w_row, outs, inner, per_row,
-    GATED: tl.constexpr, KIND: tl.constexpr, SINGLE: tl.constexpr, WHOLE: tl.constexpr,
-    OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Rows x[pair // per_row] times a tile of their expert's weight; GATED: gate and up, else times shares."""
-    after_others(PDL)
-    block, first = tl.program_id(0), tl.program_id(1) * OUT
-    expert = tl.load(expert_ptr + block).to(tl.int64)
-    if expert >= 0:
-        out, row, at = first + tl.arange(0, OUT), tl.arange(0, ROWS), tl.arange(0, INNER)
-        if SINGLE:
-            pair = tl.where(row == 0, block, -1)
-        else:
-            pair = tl.load(order_ptr + block * ROWS + row)
-        there = pair >= 0
-        pair = tl.maximum(pair, 0)
-        line = tl.minimum(out, outs - 1).to(tl.int64)[:, None]
-        w_at = w_ptr + expert * w_expert + line * w_row + at[None, :]
-        x_at = x_ptr + (pair // per_row)[None, :] * x_row + at[:, None]
-        total, up = tl.zeros((OUT, ROWS), dtype=tl.float32), tl.zeros((OUT, ROWS), dtype=tl.float32)
-        for step in range(0, inner, INNER):
-            if WHOLE:
-                x = tl.load(x_at + step)
-                w = tl.load(w_at + step, eviction_policy="evict_first")
-            else:
-                inside = at < inner - step
-                x = tl.load(x_at + step, mask=inside[:, None], other=0.0)
-                w = tl.load(w_at + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            total = tl.dot(w, x, total)
-            if GATED:
-                if WHOLE:
-                    v = tl.load(w_at + outs.to(tl.int64) * w_row + step, eviction_policy="evict_first")
-                else:
-                    v = tl.load(w_at + outs.to(tl.int64) * w_row + step, mask=inside[None, :], other=0.0)
-                up = tl.dot(v, x, up)
-        type: tl.constexpr = x_ptr.dtype.element_ty
-        total = total.to(type).to(tl.float32)  # as products by themselves are rounded
-        if GATED:
-            total = act(total, KIND)[0] * up.to(type).to(tl.float32)
-        else:
-            total *= tl.load(shares_ptr + pair).to(tl.float32)[None, :]
-        place = y_ptr + pair.to(tl.int64)[None, :] * outs + out[:, None]
-        tl.store(place, total.to(y_ptr.dtype.element_ty), mask=there[None, :] & (out < outs)[:, None])
-
-
-@triton.jit
-def _routed_packed(
-    x_ptr, w_ptr, scales_ptr, zeros_ptr, order_ptr, expert_ptr, shares_ptr, y_ptr, x_row, w_row, groups, per_group,
-    rows, outs, inner, per_row,
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, order_ptr, expert_ptr, shares_ptr, y_ptr, x_row, w_expert, w_row, groups,
+    per_group, rows, outs, inner, per_row,
     GATED: tl.constexpr, KIND: tl.constexpr, SINGLE: tl.constexpr, WHOLE: tl.constexpr, MODE: tl.constexpr,
     BYTES: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same with packed weights."""
+    """Rows x[pair // per_row] times a tile of their expert's weight; GATED: gate and up, else times shares.
+
+    MODE: of packed weights; 0 for others.
+    """
     after_others(PDL)
     block, first = tl.program_id(0), tl.program_id(1) * OUT
     expert = tl.load(expert_ptr + block).to(tl.int64)
     if expert >= 0:
-        out, row = first + tl.arange(0, OUT), tl.arange(0, ROWS)
+        out, row, at = first + tl.arange(0, OUT), tl.arange(0, ROWS), tl.arange(0, 128)
         if SINGLE:
             pair = tl.where(row == 0, block, -1)
         else:
             pair = tl.load(order_ptr + block * ROWS + row)
         there = pair >= 0
         pair = tl.maximum(pair, 0)
-        line = expert * outs * (2 if GATED else 1) + tl.minimum(out, outs - 1)
-        total = units(
-            w_ptr, w_row, line, scales_ptr, zeros_ptr, x_ptr, x_row, pair // per_row, rows, inner, groups, per_group,
-            0, tl.cdiv(inner, 128), MODE, BYTES, GROUPED, ZEROS, OUT, ROWS, WHOLE, PDL,
-        )  # fmt: skip
+        line = tl.minimum(out, outs - 1)
+        if MODE > 0:
+            line += expert * outs * (2 if GATED else 1)
+            total = units(
+                w_ptr, w_row, line, scales_ptr, zeros_ptr, x_ptr, x_row, pair // per_row, rows, inner, groups,
+                per_group, 0, tl.cdiv(inner, 128), MODE, BYTES, GROUPED, ZEROS, OUT, ROWS, WHOLE, PDL,
+            )  # fmt: skip
+            up = total
+            if GATED:
+                up = units(
+                    w_ptr, w_row, line + outs, scales_ptr, zeros_ptr, x_ptr, x_row, pair // per_row, rows, inner,
+                    groups, per_group, 0, tl.cdiv(inner, 128), MODE, BYTES, GROUPED, ZEROS, OUT, ROWS, WHOLE, PDL,
+                )  # fmt: skip
+        else:
+            w_at = w_ptr + expert * w_expert + line.to(tl.int64)[:, None] * w_row + at[None, :]
+            x_at = x_ptr + (pair // per_row)[None, :] * x_row + at[:, None]
+            total, up = tl.zeros((OUT, ROWS), dtype=tl.float32), tl.zeros((OUT, ROWS), dtype=tl.float32)
+            for step in range(0, inner, 128):
+                if WHOLE:
+                    x = tl.load(x_at + step)
+                    w = tl.load(w_at + step, eviction_policy="evict_first")
+                else:
+                    inside = at < inner - step
+                    x = tl.load(x_at + step, mask=inside[:, None], other=0.0)
+                    w = tl.load(w_at + step, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+                total = tl.dot(w, x, total)
+                if GATED:
+                    if WHOLE:
+                        v = tl.load(w_at + outs.to(tl.int64) * w_row + step, eviction_policy="evict_first")
+                    else:
+                        v = tl.load(w_at + outs.to(tl.int64) * w_row + step, mask=inside[None, :], other=0.0)
+                    up = tl.dot(v, x, up)
         type: tl.constexpr = x_ptr.dtype.element_ty
         total = total.to(type).to(tl.float32)  # as products by themselves are rounded
         if GATED:
-            up = units(
-                w_ptr, w_row, line + outs, scales_ptr, zeros_ptr, x_ptr, x_row, pair // per_row, rows, inner, groups,
-                per_group, 0, tl.cdiv(inner, 128), MODE, BYTES, GROUPED, ZEROS, OUT, ROWS, WHOLE, PDL,
-            )  # fmt: skip
             total = act(total, KIND)[0] * up.to(type).to(tl.float32)
         else:
             total *= tl.load(shares_ptr + pair).to(tl.float32)[None, :]
@@ -161,23 +142,15 @@ def route(
         outs, width = result.shape[1], rows.shape[1]
         out = 32 if most * cdiv(outs, 64) < 2 * processors(x.device) else 64
         grid = most, cdiv(outs, out)
-        routed = order, expert, shares, result
-        options = {
-            "GATED": weight is gate_up, "KIND": KINDS[kind], "SINGLE": tokens == 1, "WHOLE": width % 128 == 0,
-            "OUT": out, "ROWS": _ROWS, "num_warps": 4, "num_stages": 3, **overlaps(x.device),
-        }  # fmt: skip
         if isinstance(weight, PackedWeight):
-            zeros = weight.data if weight.zeros is None else weight.zeros
-            launch(
-                _routed_packed, grid,
-                rows, weight.data, weight.scales, zeros, *routed, rows.stride(0), weight.data.stride(0),
-                weight.scales.shape[1], max(1, weight.group_size // UNIT), len(rows), outs, width, per_row,
-                **form(weight), **options,
-            )  # fmt: skip
+            parts = weight.data, weight.scales, weight.data if weight.zeros is None else weight.zeros
+            strides, shape = (0, weight.data.stride(0), *groups_of(weight)), form(weight)
         else:
-            launch(
-                _routed, grid,
-                rows, weight, *routed, rows.stride(0), weight.stride(0), weight.stride(1), outs, width, per_row,
-                INNER=128, **options,
-            )  # fmt: skip
+            parts, strides, shape = (weight,) * 3, (*weight.stride()[:2], 1, 1), _WHOLE
+        launch(
+            _routed, grid,
+            rows, *parts, order, expert, shares, result, rows.stride(0), *strides, len(rows), outs, width, per_row,
+            GATED=rows is x, KIND=KINDS[kind], SINGLE=tokens == 1, WHOLE=width % 128 == 0, OUT=out, ROWS=_ROWS,
+            num_warps=4, num_stages=3, **shape, **overlaps(x.device),
+        )  # fmt: skip
     return found.view(tokens, each, -1).sum(1).to(x.dtype)

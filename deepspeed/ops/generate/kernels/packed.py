@@ -223,6 +223,11 @@ def form(packed: PackedWeight) -> dict[str, int]:
     return {"MODE": mode, "BYTES": width, "GROUPED": packed.group_size > 0, "ZEROS": packed.zeros is not None}
 
 
+def groups_of(packed: PackedWeight) -> tuple[int, int]:
+    """(groups of a row, units of a group)."""
+    return packed.scales.shape[1], max(1, packed.group_size // UNIT)
+
+
 def multiply(
     x: Tensor, packed: PackedWeight, bias: Tensor | None, tile: ProductTile | None = None,
     x_scale: Tensor | None = None, dtype: torch.dtype | None = None,
@@ -244,8 +249,8 @@ def multiply(
         _packed, (tiles * parts, turns),
         x, packed.data, packed.scales, packed.data if zeros is None else zeros,
         found if bias is None else bias, found, *scratch(tiles, parts, tile, narrow, x),
-        rows, inner, outs, x.stride(0), packed.data.stride(0), packed.scales.shape[1],
-        max(1, packed.group_size // UNIT), steps,
+        rows, inner, outs, x.stride(0), packed.data.stride(0), *groups_of(packed),
+        steps,
         **(form(packed) | ({} if x_scale is None else {"MODE": 2})), BIAS=bias is not None, PARTS=parts,
         OUT=tile.out, ROWS=narrow, WHOLE=inner % UNIT == 0, num_warps=tile.warps, num_stages=tile.stages,
         **overlaps(x.device),
