@@ -1,11 +1,11 @@
 """Blocks of the cache: who holds them, which prefixes they keep, which leave for the host, in plain Python.
 
 [Note: order inside a step]
-A step runs its copies to the host, then those from the host, then those on the device, then the forward, after
-everything of the steps before. So a block may be taken while an earlier step that reads or writes it is in flight,
-and a block that leaves for the host may be a destination of the same step. What must not happen within one step:
-a host block is read or written and given to another key (`_busy`), or a block is given away that this step reads or
-fills (the scheduler preempts only what the step does not run, and lets sequences begin after that).
+A step runs its copies to the host, then those from the host, then the forward, after everything of the steps before. So
+a block may be taken while an earlier step that reads or writes it is in flight, and a block that leaves for the host
+may be a destination of the same step. What must not happen within one step: a host block is read or written and given
+to another key (`_busy`), or a block is given away that this step reads or fills (the scheduler preempts only what the
+step does not run, and lets sequences begin after that).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple
 
 from deepspeed.errors import UsageError
 from deepspeed.generate.sequence import Sequence
@@ -31,14 +30,12 @@ class CacheGroup:
     layers: tuple[int, ...]
     blocks: int
     window: int | None = None
+    host_blocks: int = 0
+    """For blocks that leave the device."""
 
 
-class Transfers(NamedTuple):
-    """Block copies of a step, each with its cache group first."""
-
-    copies: tuple[tuple[int, int, int], ...]
-    to_host: tuple[tuple[int, int, int], ...]
-    from_host: tuple[tuple[int, int, int], ...]
+Transfers = tuple[tuple[int, int, int], ...]
+"""Block copies of a step: (group, source, destination)."""
 
 
 class BlockPool:
@@ -188,7 +185,7 @@ class BlockPool:
 class BlockCache:
     """The blocks of sequences in all cache groups, and the prefixes that they share."""
 
-    def __init__(self, groups: Iterable[CacheGroup], block_size: int, host_blocks: int = 0, salt: bytes = b"") -> None:
+    def __init__(self, groups: Iterable[CacheGroup], block_size: int) -> None:
         groups = tuple(groups)
         if not groups:
             raise UsageError("a cache needs at least one group of layers; found none")
@@ -196,10 +193,8 @@ class BlockCache:
             if group.blocks < 1 or (group.window is not None and group.window < 1):
                 raise UsageError(f"{group}: blocks and window must be at least 1")
         self.block_size = block_size
-        self.pools = [BlockPool(at, group.blocks, host_blocks) for at, group in enumerate(groups)]
+        self.pools = [BlockPool(at, group.blocks, group.host_blocks) for at, group in enumerate(groups)]
         self._windows = [group.window for group in groups]
-        self._salt = salt
-        self._copies: list[tuple[int, int, int]] = []
 
     @property
     def capacity(self) -> int | None:
@@ -211,10 +206,10 @@ class BlockCache:
         ]
         return min(sizes, default=None)
 
-    def root(self, private: int | None) -> bytes:
+    @staticmethod
+    def root(private: int | None) -> bytes:
         """Where a chain of hashes begins; `private`: a number that keeps it apart from all others."""
-        own = b"" if private is None else b"%d" % private
-        return blake2b(own + b"/" + self._salt, digest_size=_DIGEST).digest()
+        return b"" if private is None else b"%d/" % private
 
     def match(self, sequence: Sequence) -> int:
         """How many leading blocks of known tokens are cached; never the last token, which is always computed."""
@@ -265,31 +260,6 @@ class BlockCache:
         sequence.registered = hit
         sequence.computed = sequence.reach = hit * self.block_size
 
-    def holds(self, sequence: Sequence, length: int) -> bool:
-        """Whether a running sequence still has all blocks that a query after its first `length` tokens reads."""
-        return all(
-            freed <= self._first(length, window) for freed, window in zip(sequence.freed, self._windows, strict=True)
-        )
-
-    def fork(self, sequence: Sequence, parent: Sequence, length: int) -> None:
-        """Share the first `length` tokens: full blocks by reference, what is left of the last one as a copy."""
-        full = length // self.block_size
-        for group, pool in enumerate(self.pools):
-            first = self._first(length, self._windows[group])
-            blocks = parent.blocks[group]
-            shared = blocks[first:full]
-            for block in shared:
-                pool.hold(block)
-            if length % self.block_size:
-                shared = [*shared, pool.take()]
-                self._copies.append((group, blocks[full], shared[-1]))
-            sequence.blocks.append([FREED] * first + shared)
-            sequence.freed.append(first)
-        sequence.hashes = parent.hashes[:full]
-        sequence.registered = full
-        sequence.computed = length
-        sequence.reach = -(-length // self.block_size) * self.block_size
-
     def grow(self, sequence: Sequence, start: int, end: int) -> int:
         """Give blocks up to position `end`, as far as there are any; free what queries from `start` on do not read.
 
@@ -334,15 +304,13 @@ class BlockCache:
         for pool in self.pools:
             pool.reset()
 
-    def end_step(self) -> Transfers:
-        """The copies since the last call."""
+    def end_step(self) -> tuple[Transfers, Transfers]:
+        """The copies to and from the host since the last call."""
         to_host = tuple(each for pool in self.pools for each in pool.to_host)
         from_host = tuple(each for pool in self.pools for each in pool.from_host)
-        copies = tuple(self._copies)
-        self._copies = []
         for pool in self.pools:
             pool.end_step()
-        return Transfers(copies, to_host, from_host)
+        return to_host, from_host
 
     def _first(self, start: int, window: int | None) -> int:
         """The first block that a query at `start` reads."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from deepspeed.generate import weights
 from deepspeed.generate.blocks import CacheGroup
 from deepspeed.generate.cache import CachePlan, PagedCache, plan_cache
 from deepspeed.generate.drafts import FEW, Drafter, ModelDrafter, NgramDrafter
-from deepspeed.generate.entry import ModelEntry, adopt
+from deepspeed.generate.entry import adopt
 from deepspeed.generate.guide import SchemaGuides
-from deepspeed.generate.loop import GenerationLoop, Guide
+from deepspeed.generate.loop import GenerationLoop
 from deepspeed.generate.runner import Runner
 from deepspeed.generate.sampler import Sampler
 from deepspeed.generate.scheduler import ScheduleLimits, Scheduler
@@ -39,9 +38,8 @@ class EngineParts:
 
     model: nn.Module
     folder: Path | None
-    entry: ModelEntry
-    cache: PagedCache
     runner: Runner
+    draft: Runner | None
     loop: GenerationLoop
     axis: GroupMembers | None
     vocabulary: int
@@ -50,10 +48,6 @@ class EngineParts:
     base_seed: int
     guides: SchemaGuides
     stream: WeightStream | None
-
-    def guide(self, schema: str | Mapping[str, Any], tokenizer: Any) -> Guide:
-        """What lets a sequence follow a schema."""
-        return self.guides.make(schema, tokenizer, self.vocabulary, sorted(self.eos_ids))
 
 
 def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype | str, stack: ExitStack) -> EngineParts:
@@ -77,51 +71,34 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
     drafter = _drafter(config, text.vocab_size, kind, context, stack)
     plan = _agreed(plan_cache(entry.layers, manager, kind, device), axis)
     cache = PagedCache(entry.layers, plan, manager.block_size, device, entry.scales)
-    stack.callback(cache.release)
     graphs = config.cuda_graphs and device.type == "cuda" and loaded.stream is None
     places, tokens = manager.max_ragged_sequence_count, manager.max_ragged_batch_size
-    width = -(-context // manager.block_size)
-    runner = Runner(entry, cache, places, width, most_tokens=tokens, graphs=graphs)
-    stack.callback(runner.clear)
+    runner = Runner(entry, cache, places, -(-context // manager.block_size), most_tokens=tokens, graphs=graphs)
+    stack.callback(runner.release)
     runner.warm_up()
-    sampler = Sampler(text.vocab_size, device)
-    scheduler = _scheduler(config, context, plan)
-    loop = GenerationLoop(scheduler, runner, cache, sampler, asynchronous=device.type != "cpu", drafter=drafter)
+    limits = ScheduleLimits(tokens, places, context, manager.block_size, manager.prefix_cache)
+    sampler, scheduler = Sampler(text.vocab_size, device), Scheduler(limits, plan.groups)
+    loop = GenerationLoop(scheduler, runner, sampler, asynchronous=device.type != "cpu", drafter=drafter)
     log_dist(
         f"{type(model).__name__} enters by {entry.how}; a cache of "
         f"{sum(group.blocks for group in plan.groups)} blocks of {manager.block_size} tokens; "
         + ("graphs of the device" if graphs and entry.captured else "no graphs")
     )
+    eos = eos_of(model)
     base_seed = _shared(random.SystemRandom().getrandbits(62), axis)
     return EngineParts(
         model,
         loaded.folder,
-        entry,
-        cache,
         runner,
+        None if drafter is None else drafter.runner,
         loop,
         axis,
         text.vocab_size,
         context,
-        eos_of(model),
+        eos,
         base_seed,
-        SchemaGuides(),
+        SchemaGuides(text.vocab_size, eos),
         loaded.stream,
-    )
-
-
-def _scheduler(config: RaggedInferenceEngineConfig, context: int, plan: CachePlan) -> Scheduler:
-    manager = config.state_manager
-    return Scheduler(
-        ScheduleLimits(
-            max_tokens_per_step=manager.max_ragged_batch_size,
-            max_sequences=manager.max_ragged_sequence_count,
-            max_context=context,
-            block_size=manager.block_size,
-            prefix_cache=manager.prefix_cache,
-        ),
-        plan.groups,
-        min(plan.host_blocks),
     )
 
 
@@ -151,8 +128,11 @@ def _agreed(plan: CachePlan, axis: GroupMembers | None) -> CachePlan:
     """The plan that all ranks have room for."""
     if axis is None:
         return plan
-    groups = tuple(type(group)(group.layers, _shared(group.blocks, axis), group.window) for group in plan.groups)
-    return CachePlan(groups, tuple(_shared(each, axis) for each in plan.host_blocks), plan.block_bytes, plan.dtype)
+    groups = (
+        replace(each, blocks=_shared(each.blocks, axis), host_blocks=_shared(each.host_blocks, axis))
+        for each in plan.groups
+    )
+    return replace(plan, groups=tuple(groups))
 
 
 def eos_of(model: nn.Module) -> frozenset[int]:
@@ -188,11 +168,10 @@ def _drafter(
     blocks = longest * _DRAFTED
     size = sum(layer.numel for layer in entry.layers) * manager.block_size * dtype.itemsize
     groups = (CacheGroup(tuple(layer.layer for layer in entry.layers), blocks),)  # no block leaves a window
-    cache = PagedCache(entry.layers, CachePlan(groups, (0,), (size,), dtype), manager.block_size, device)
-    stack.callback(cache.release)
+    cache = PagedCache(entry.layers, CachePlan(groups, (size,), dtype), manager.block_size, device)
     graphs = config.cuda_graphs and device.type == "cuda"
     runner = Runner(entry, cache, FEW, longest, most_tokens=manager.max_ragged_batch_size, graphs=graphs)
-    stack.callback(runner.clear)
+    stack.callback(runner.release)
     return ModelDrafter(
         runner,
         Sampler(own, device),

@@ -16,7 +16,6 @@ from deepspeed.config.inference import AllocationMode, DSStateManagerConfig
 from deepspeed.config.memory import size_text
 from deepspeed.errors import UsageError
 from deepspeed.generate.blocks import CacheGroup
-from deepspeed.ops.generate.pages import copy_blocks
 
 _USUAL = 0.25
 """Length of a usual sequence, as a part of the longest."""
@@ -63,7 +62,6 @@ class CachePlan:
     """How many blocks each group has, on the device and in host memory."""
 
     groups: tuple[CacheGroup, ...]
-    host_blocks: tuple[int, ...]
     block_bytes: tuple[int, ...]
     dtype: torch.dtype
 
@@ -88,10 +86,9 @@ def plan_cache(
     host = int(budget // max(1, sum(size * share for size, share in zip(sizes, shares, strict=True))))
     return CachePlan(
         tuple(
-            CacheGroup(tuple(layer.layer for layer in held), count, window)
-            for held, count, window in zip(members, blocks, windows, strict=True)
+            CacheGroup(tuple(layer.layer for layer in held), count, window, int(host * share))
+            for held, count, window, share in zip(members, blocks, windows, shares, strict=True)
         ),
-        tuple(int(host * share) for share in shares),
         tuple(sizes),
         pages,
     )
@@ -169,7 +166,7 @@ class PagedCache:
                 scales = self._scales.get(number, (None, None))
                 self._layers[number] = CachedLayer(index, shape.window, keys, values, *scales)
             self._pages.append(held)
-            count, numel = self.plan.host_blocks[index], sum(each[0].numel() for each in held)
+            count, numel = group.host_blocks, sum(each[0].numel() for each in held)
             pinned = self.device.type != "cpu" and count > 0
             self._host.append(torch.zeros(count, numel, dtype=self.plan.dtype, pin_memory=pinned))
 
@@ -187,20 +184,9 @@ class PagedCache:
         self._pages.clear()
         self._host.clear()
 
-    @property
-    def resident(self) -> bool:
-        """Whether the memory is there."""
-        return bool(self._pages)
-
     def layer(self, number: int) -> CachedLayer:
         """The pages of a layer."""
         return self._layers[number]
-
-    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (group, source, destination) blocks on the device, in the order of what computes."""
-        for group in sorted({each[0] for each in copies}):
-            pairs = [(source, target) for at, source, target in copies if at == group]
-            copy_blocks(self._pages[group], torch.tensor(pairs, dtype=torch.int64, device=self.device))
 
     def to_host(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy (group, device block, host block): all layers of a block are one piece on their way."""

@@ -8,9 +8,9 @@ guesses right as often as the two distributions allow for one draw.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -25,17 +25,21 @@ FEW = 32
 """Sequences of a step up to which guesses cost little, because reading the weights takes longest."""
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes tokens for sequences whose known tokens but the last are computed."""
 
+    runner: Runner | None = None
+    """Of a model of its own."""
+
+    @abstractmethod
     def propose(self, sequences: Sequence[Generated], seeds: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
         """Guesses by uid; none where guessing does not pay."""
 
-    def forget(self, uid: int) -> None:
-        """A sequence has ended."""
+    def forget(self, uid: int) -> None:  # noqa: B027
+        """Drop what is kept of a sequence, which has ended or is computed again."""
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """What followed the same last tokens before."""
 
     def __init__(self, count: int) -> None:
@@ -45,9 +49,6 @@ class NgramDrafter:
         if len(sequences) > FEW:
             return {}
         return {each.uid: follow(each.tokens, self._count) for each in sequences}
-
-    def forget(self, uid: int) -> None:
-        pass  # it keeps nothing
 
 
 def follow(tokens: Sequence[int], count: int) -> list[int]:
@@ -70,13 +71,15 @@ class _Twin:
     """Its `tokens` are those whose keys and values are in the smaller model's cache, or will be, guesses included."""
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Guesses of a smaller model, which has a runner with a cache of its own."""
+
+    runner: Runner
 
     def __init__(
         self, runner: Runner, sampler: Sampler, *, count: int, blocks: int, block_size: int, tokens: int
     ) -> None:
-        self._runner, self._sampler, self._count = runner, sampler, count
+        self.runner, self._sampler, self._count = runner, sampler, count
         self._size, self._tokens = block_size, tokens
         self._free = list(range(blocks - 1, -1, -1))
         self._places = list(range(FEW - 1, -1, -1))
@@ -94,10 +97,10 @@ class ModelDrafter:
             if number:
                 last = [ScheduledWork(self._twin(each), len(each.tokens) + number - 1, 1, True) for each in ready]
             places = [self._twins[each.uid].place for each in ready]
-            logits, batch = self._runner.run(last, places, _ends(last), places)
+            logits, batch = self.runner.run(last, places, _ends(last), places)
             rows = [(each, seeds.get(each.uid, 0), len(each.tokens) + number) for each in ready]
             result = self._sampler.draw(logits, rows)
-            self._runner.pending.index_copy_(0, batch.targets[: len(rows)], result.tokens)
+            self.runner.pending.index_copy_(0, batch.targets[: len(rows)], result.tokens)
             drawn.append(result.tokens)
         guesses = torch.stack(drawn, 1).tolist()
         for each, found in zip(ready, guesses, strict=True):
@@ -113,8 +116,7 @@ class ModelDrafter:
         if twin is None:
             if not self._places:
                 return False
-            mirror = Generated(sequence.uid, (), sequence.params)
-            mirror.blocks = [[]]
+            mirror = Generated(sequence.uid, [], sequence.params, blocks=[[]])
             twin = self._twins[sequence.uid] = _Twin(self._places.pop(), mirror)
         blocks, needed = twin.mirror.blocks[0], -(-(len(sequence.tokens) + self._count) // self._size)
         if needed - len(blocks) > len(self._free):
@@ -139,12 +141,13 @@ class ModelDrafter:
                 work = ScheduledWork(
                     mirror, mirror.computed, min(self._tokens, len(mirror.tokens) - left - mirror.computed), False
                 )
-                self._runner.run([work], [self._twins[each.uid].place], [0], [])
+                self.runner.run([work], [self._twins[each.uid].place], [0], [])
                 mirror.computed += work.count
             last.append(ScheduledWork(mirror, mirror.computed, len(mirror.tokens) - mirror.computed, True))
         return last
 
     def forget(self, uid: int) -> None:
+        self._sampler.forget(uid)
         twin = self._twins.pop(uid, None)
         if twin is not None:
             self._places.append(twin.place)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,27 +28,35 @@ _FP8_HEADROOM = 2.0
 """How much larger numbers may become than those of the probe, before 8-bit pages clip them."""
 
 
-class ModelEntry(Protocol):
+class ModelEntry(ABC):
     """One way to run a model over pages."""
 
-    layers: tuple[LayerShape, ...]
-    scales: Scales
     captured: bool
     """Whether a forward can be captured in a graph of the device."""
     how: str
     """For a reader."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.layers: tuple[LayerShape, ...] = ()
+        self.scales: Scales = {}
+
+    @abstractmethod
+    def probe(self, *, eight_bits: bool) -> int:
+        """Find `layers` and `scales` by a forward of a few tokens; how many of the model's layers were seen."""
+
+    @abstractmethod
     def logits(self, batch: Batch, ids: Tensor, cache: PagedCache) -> Tensor:
         """[wanted, vocabulary] of a batch, whose keys and values are written to the pages."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Undo what was registered."""
 
 
 def adopt(model: nn.Module, *, deterministic: bool = False, eight_bits: bool = False) -> ModelEntry:
     """Find out how a model can be run over pages, by a forward of a few tokens; refuse it with the reason."""
     _refuse_by_kind(model)
-    entry: InterfaceEntry | CacheEntry
+    entry: ModelEntry
     if getattr(model, "_supports_attention_backend", False):
         entry = InterfaceEntry(model, deterministic=deterministic)
     elif eight_bits:
@@ -82,26 +91,22 @@ class _Seen:
     """Where what is rotated comes to the attention function as it is."""
 
 
-class InterfaceEntry:
+class InterfaceEntry(ModelEntry):
     """For models whose attention modules call Transformers' attention interface."""
 
     captured = True
     how = "the attention interface of Transformers"
 
     def __init__(self, model: nn.Module, *, deterministic: bool) -> None:
-        self._model = model
+        super().__init__(model)
         self._configs = configs_in(model)
         self._function = PagedAttentionFunction(deterministic=deterministic)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._name = free_name("deepspeed_generate")
-        self._undo: Callable[[], None] | None = register_attention(self._name, self._function, None)
-        self.layers: tuple[LayerShape, ...] = ()
-        self.scales: Scales = {}
+        self._undo = register_attention(self._name, self._function, None)
 
     def close(self) -> None:
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        self._undo()
 
     @contextmanager
     def _attention(self, name: str) -> Iterator[None]:
@@ -117,27 +122,27 @@ class InterfaceEntry:
     def logits(self, batch: Batch, ids: Tensor, cache: PagedCache) -> Tensor:
         keep = {"logits_to_keep": batch.wanted} if self._keeps else {}
         with self._function.running(batch, cache), self._attention(self._name):
-            out = self._model(
+            out = self.model(
                 input_ids=ids[None], position_ids=batch.positions[None], use_cache=False, return_dict=True, **keep
             )
         logits: Tensor = out.logits[0]
         return logits if self._keeps else logits[batch.wanted]
 
     def probe(self, *, eight_bits: bool) -> int:
-        """Run a few tokens to see which layers call, and with what; how many do."""
+        """By what layers call the attention function with."""
         seen: dict[int, _Seen] = {}
         name = free_name("deepspeed_probe")
-        undo = register_attention(name, _prober(self._model, seen, measure=eight_bits), None)
+        undo = register_attention(name, _prober(self.model, seen, measure=eight_bits), None)
         device = torch.device(get_accelerator().current_device_name())
-        config = self._model.config.get_text_config()  # type: ignore[union-attr,operator]
+        config = self.model.config.get_text_config()  # type: ignore[union-attr,operator]
         count = _PROBE_TOKENS if eight_bits else 1
         ids = torch.arange(count, device=device) * 7919 % config.vocab_size
-        late = [found for each in self._model.modules() if (found := late_rotation(each)) is not None]
+        late = [found for each in self.model.modules() if (found := late_rotation(each)) is not None]
         try:
             for each in late:
                 each.how = "noted"
             with self._attention(name), torch.no_grad():
-                self._model(input_ids=ids[None], position_ids=torch.arange(count, device=device)[None], use_cache=False)
+                self.model(input_ids=ids[None], position_ids=torch.arange(count, device=device)[None], use_cache=False)
         finally:
             undo()
             for each in late:
@@ -198,21 +203,16 @@ def _prober(model: nn.Module, seen: dict[int, _Seen], *, measure: bool) -> Calla
     return probe
 
 
-class CacheEntry:
+class CacheEntry(ModelEntry):
     """For models that compute attention by themselves, over a cache that they are handed."""
 
     captured = False
     how = "a Transformers cache over the pages, because its modules compute attention by themselves"
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        super().__init__(model)
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._pads = True
-        self.layers: tuple[LayerShape, ...] = ()
-        self.scales: Scales = {}
-
-    def close(self) -> None:
-        pass  # nothing is registered
 
     def logits(self, batch: Batch, ids: Tensor, cache: PagedCache) -> Tensor:
         return padded_logits(self._forward, batch, ids, cache, pads=self._pads)
@@ -220,27 +220,27 @@ class CacheEntry:
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, past: PaddedCache | ProbeCache) -> Tensor:
         """Logits [rows, tokens, vocabulary]."""
         extra = {"position_ids": positions} if "position_ids" in self._accepted else {}
-        out = self._model(
+        out = self.model(
             input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=True, return_dict=True, **extra
         )
         logits: Tensor = out.logits
         return logits
 
     def probe(self, *, eight_bits: bool) -> int:
-        """Run a few tokens to see which layers ask the cache, and what the model makes of padding; how many do."""
+        """By what layers ask the cache for; also what the model makes of padding."""
         if "past_key_values" not in self._accepted:
             return 0
         past, begun = ProbeCache(), ProbeCache()
         whole = self._probed([1, 2, 3], [1, 1, 1], past)
         self.layers = past.layers
-        if not _alike(whole[:2], self._probed([1, 2], [1, 1], begun), self._model.dtype):
+        if not _alike(whole[:2], self._probed([1, 2], [1, 1], begun), self.model.dtype):
             raise UsageError(
-                f"{type(self._model).__name__} cannot be served: its attention is not causal, since a token changes "
+                f"{type(self.model).__name__} cannot be served: its attention is not causal, since a token changes "
                 "the logits of those before it."
             )
         # Rows of a batch are padded by other lengths in each step, but keys stay as they were computed.
         padded = self._probed([3], [0, 1, 1, 1], ProbeCache(begun)) if self.layers else whole[2:]
-        self._pads = _alike(whole[2:], padded, self._model.dtype)
+        self._pads = _alike(whole[2:], padded, self.model.dtype)
         return len(self.layers)
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,17 @@ from deepspeed.errors import FeatureUnavailable, UsageError
 class SchemaGuide:
     """One sequence's place in its grammar; `foreign` stands for the end where the model has no token for it."""
 
-    def __init__(self, matcher: Any, bitmask: Any, vocabulary: int, foreign: int | None) -> None:
-        self._matcher, self._bitmask, self._vocabulary, self._foreign = matcher, bitmask, vocabulary, foreign
+    def __init__(self, matcher: Any, vocabulary: int, foreign: int | None) -> None:
+        self._matcher, self._vocabulary, self._foreign = matcher, vocabulary, foreign
 
     def mask(self) -> Tensor:
         """bool [vocabulary]: what may come next."""
-        bits = self._bitmask(self._matcher)
+        from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
+
+        bits = allocate_token_bitmask(1, self._vocabulary)
+        fill_next_token_bitmask(self._matcher, bits, 0)
         places = torch.arange(self._vocabulary)
-        found: Tensor = ((bits[places // 32] >> (places % 32)) & 1).bool()
+        found: Tensor = ((bits[0][places // 32] >> (places % 32)) & 1).bool()
         if self._foreign is not None:
             found[self._foreign] = False
         return found
@@ -42,15 +45,15 @@ class SchemaGuide:
 class SchemaGuides:
     """Makes guides; the tokenizer's tables are built once."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int, eos: Iterable[int]) -> None:
+        self._vocabulary, self._eos = vocabulary, sorted(eos)
         self._tables: dict[int, tuple[Any, Any]] = {}
 
-    def make(self, schema: str | Mapping[str, Any], tokenizer: Any, vocabulary: int, eos: Sequence[int]) -> SchemaGuide:
+    def make(self, schema: str | Mapping[str, Any], tokenizer: Any) -> SchemaGuide:
         """A guide at the start of a schema."""
         try:
             import llguidance
             import llguidance.hf
-            import llguidance.torch
         except ImportError as error:
             raise FeatureUnavailable(
                 "SamplingParams.schema needs the package llguidance, which is not installed. Install it by "
@@ -58,7 +61,7 @@ class SchemaGuides:
             ) from error
         held = self._tables.get(id(tokenizer))
         if held is None:
-            table = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=list(eos) or None)
+            table = llguidance.hf.from_tokenizer(tokenizer, n_vocab=self._vocabulary, eos_token=self._eos or None)
             held = self._tables[id(tokenizer)] = (tokenizer, table)  # the tokenizer stays, and so does its id
         text = schema if isinstance(schema, str) else json.dumps(schema)
         grammar = llguidance.LLMatcher.grammar_from_json_schema(text)
@@ -66,11 +69,4 @@ class SchemaGuides:
         if problem:
             raise UsageError(f"the JSON schema cannot be followed: {problem}")
         matcher = llguidance.LLMatcher(held[1], grammar)
-
-        def bitmask(of: Any) -> Tensor:
-            bits = llguidance.torch.allocate_token_bitmask(1, vocabulary)
-            llguidance.torch.fill_next_token_bitmask(of, bits, 0)
-            found: Tensor = bits[0]
-            return found
-
-        return SchemaGuide(matcher, bitmask, vocabulary, None if eos else held[1].eos_token)
+        return SchemaGuide(matcher, self._vocabulary, None if self._eos else held[1].eos_token)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -20,13 +21,13 @@ from deepspeed.config.inference import RaggedInferenceEngineConfig, read_inferen
 from deepspeed.errors import UsageError, printable
 from deepspeed.generate import weights
 from deepspeed.generate.build import EngineParts, build
-from deepspeed.generate.loop import SequenceUpdate
 from deepspeed.generate.params import SamplingParams
+from deepspeed.generate.runner import Runner
 from deepspeed.generate.sampler import seed_of
-from deepspeed.generate.scheduler import QueueFull
-from deepspeed.generate.sequence import PromptScores, SequenceState, Token, TopLogprobs
+from deepspeed.generate.sequence import PromptScores, SequenceUpdate, Token, TopLogprobs
 from deepspeed.generate.sequence import Sequence as Generated
 from deepspeed.generate.stops import TextStream, end_ids
+from deepspeed.memory.host import ParkedStorages
 
 Prompt = str | Sequence[int] | Tensor
 _NONE = (-1,)
@@ -77,6 +78,7 @@ class LLM:
     """Generates with a model of Transformers, a path or a module. With `tp_size` above 1, every rank makes the same
     calls."""
 
+    @torch.inference_mode(False)  # what it keeps is written to later, in whatever mode that is
     def __init__(
         self,
         model: Any,
@@ -96,9 +98,11 @@ class LLM:
         self._uids, self._sequence_uids = itertools.count(), itertools.count()
         self._random = random.Random(self._parts.base_seed)
         self._requests: dict[int, _Request] = {}
-        self._unclaimed: list[Token] = []
-        self._claimed: set[int] = set()
-        self._sleeping: weights.ParkedModel | None = None
+        self._readers: dict[int, deque[Token]] = {}
+        """Where the tokens of a request go while `generate` or `stream` reads them."""
+        self._unread: deque[Token] = deque()
+        """Tokens of the other requests, for `step`."""
+        self._sleeping: ParkedStorages | None = None
         self._prompt_tokens = self._output_tokens = 0
 
     @property
@@ -129,52 +133,37 @@ class LLM:
         checked = [(self._tokens_of(prompt), _params(one)) for prompt, one in zip(listed, each, strict=True)]
         for ids, one in checked:
             self._check(ids, one)
-        waiting = list(reversed(checked))
         uids: list[int] = []
         done: dict[int, list[Completion]] = {}
-        with _Progress(len(checked), shown=progress) as bar:
+        with _progress(len(checked), shown=progress) as advance:
             try:
-                while len(done) < len(checked):
-                    while waiting and self._submitted(waiting[-1], uids):
-                        waiting.pop()
-                    for token in self._step():
-                        if token.uid not in self._claimed:
-                            self._unclaimed.append(token)
+                for ids, one in checked:
+                    uids.append(self.submit(ids, one))
+                    self._readers[uids[-1]] = deque(maxlen=0)
+                while len(done) < len(uids):
+                    self._advance()
                     for uid in [uid for uid in uids if uid not in done and self._requests[uid].ended]:
                         done[uid] = self._completions(uid)
-                        bar.advance()
+                        advance()
             finally:
                 for uid in uids:
-                    if uid not in done:
-                        self.cancel(uid)
-                self._claimed.difference_update(uids)
+                    self.cancel(uid)
+                    self._readers.pop(uid, None)
         return [completion for uid in uids for completion in done[uid]]
-
-    def _submitted(self, request: tuple[list[int], SamplingParams], uids: list[int]) -> bool:
-        """Queue a request of `generate`; False while the queue is full."""
-        try:
-            uid = self.submit(*request)
-        except QueueFull:
-            return False
-        uids.append(uid)
-        self._claimed.add(uid)
-        return True
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Token]:
         """The tokens of one prompt as they become known; closing the iterator cancels the rest."""
         uid = self.submit(prompt, params)
-        self._claimed.add(uid)
+        known = self._readers[uid] = deque()
         try:
-            while not self._requests[uid].ended:
-                for token in self._step():
-                    if token.uid == uid:
-                        yield token
-                    elif token.uid not in self._claimed:
-                        self._unclaimed.append(token)
-            self._requests.pop(uid)
+            while known or ((request := self._requests.get(uid)) is not None and not request.ended):
+                if not known:
+                    self._advance()
+                while known:
+                    yield known.popleft()
         finally:
             self.cancel(uid)
-            self._claimed.discard(uid)
+            del self._readers[uid]
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> int:
         """Queue a prompt; returns its uid, by which `step` names its tokens. Higher priorities run first."""
@@ -194,7 +183,7 @@ class LLM:
         guides = {}
         if params.schema is not None:  # which may be refused, as may the sequences
             tokenizer = self._tokenizer_for("schema")
-            guides = {sequence.uid: parts.guide(params.schema, tokenizer) for sequence in sequences}
+            guides = {sequence.uid: parts.guides.make(params.schema, tokenizer) for sequence in sequences}
         parts.loop.add(sequences, [seed_of(base, index) for index in range(params.n)])
         parts.loop.guides.update(guides)
         self._requests[uid] = _Request(ids, params, [_Continuation(each, self._text(params)) for each in sequences])
@@ -203,16 +192,17 @@ class LLM:
 
     def step(self) -> list[Token]:
         """Run one step; returns the tokens that became known, which may be none."""
-        tokens, self._unclaimed = [*self._unclaimed, *self._step()], []
-        for token in tokens:
-            if token.finish_reason is not None and token.uid in self._requests and self._requests[token.uid].ended:
-                self._requests.pop(token.uid)
+        self._advance()
+        tokens, self._unread = list(self._unread), deque()
+        for uid in {token.uid for token in tokens}:
+            if uid in self._requests and self._requests[uid].ended:
+                del self._requests[uid]
         return tokens
 
     @property
     def busy(self) -> bool:
         """Whether a step has something to do."""
-        return bool(self._unclaimed) or self._open.loop.busy
+        return bool(self._unread) or self._open.loop.busy
 
     def cancel(self, uid: int) -> None:
         """End a request and free its blocks; nothing happens if it has ended."""
@@ -222,47 +212,48 @@ class LLM:
             if part.reason is None:
                 self._open.loop.finish(part.sequence.uid, "cancelled")
 
-    def _step(self) -> list[Token]:
+    @torch.inference_mode(False)
+    def _advance(self) -> None:
+        """Run a step."""
         if self._sleeping is not None:
             raise UsageError("this LLM sleeps. Call wake() before it generates")
-        tokens: list[Token] = []
-        for update in self._open.loop.step():
-            tokens += self._tokens(update)
-        return tokens
+        self._hand_out(self._open.loop.step())
 
-    def _tokens(self, update: SequenceUpdate) -> list[Token]:
+    def _hand_out(self, updates: Iterable[SequenceUpdate]) -> None:
+        """Give new tokens to `generate` or `stream` where one of them reads the request, else to `step`."""
+        for update in updates:
+            self._readers.get(update.sequence.request, self._unread).extend(self._tokens(update))
+
+    def _tokens(self, update: SequenceUpdate) -> Iterator[Token]:
         sequence = update.sequence
         request = self._requests.get(sequence.request)
         if request is None or (part := request.parts[sequence.index]).reason is not None:
-            return []
-        ended = sequence.state is SequenceState.FINISHED
+            return
+        ended = sequence.finished
         tokens = update.tokens or (_NONE if ended else ())
-        self._output_tokens += len(update.tokens)
         last, asked = len(tokens) - 1, request.params.logprobs is not None
         scores = self._new_scores(request, sequence.uid) if tokens else ()
-        part.logprobs += update.logprobs
-        part.tops += update.tops
-        found: list[Token] = []
         for at, token in enumerate(tokens):
             reason = sequence.finish_reason if ended and at == last else None
-            text = ""
+            text, own, tops = "", None, None
             if part.stream is not None:
                 text = self._shown(part, token, reason)
                 if part.stream.stopped is not None:
                     reason = "stop"
             if token >= 0:
+                self._output_tokens += 1
                 part.ids.append(token)
-            own, tops = (
-                (part.logprobs[at - last - 1], part.tops[at - last - 1]) if asked and token >= 0 else (None, None)
-            )
+                if asked:
+                    own, tops = update.logprobs[at], update.tops[at]
+                    part.logprobs.append(own)
+                    part.tops.append(tops)
+            part.reason = reason
+            if reason is not None and not ended:
+                self._open.loop.finish(sequence.uid, "stop")
             facts = sequence.cached_tokens, len(request.prompt), () if at else scores
-            found.append(Token(sequence.request, sequence.index, token, text, own, tops, reason, *facts))
+            yield Token(sequence.request, sequence.index, token, text, own, tops, reason, *facts)
             if reason is not None:
-                part.reason = reason
-                if not ended:
-                    self._open.loop.finish(sequence.uid, "stop")
-                break
-        return found
+                return
 
     def _new_scores(self, request: _Request, uid: int) -> Sequence[PromptScores]:
         """Those of the prompt, once; a sequence that was preempted computes them again."""
@@ -345,9 +336,10 @@ class LLM:
                     f"{name} has the token id {outside}, but the model's vocabulary ends at {vocabulary - 1}"
                 )
         if len(ids) >= context:
+            own = context < self.config.state_manager.max_context
             raise UsageError(
                 f"the prompt has {len(ids)} tokens, but a sequence has at most {context} with what follows. Shorten "
-                "the prompt, or raise state_manager.max_context."
+                + ("it: the model has no more positions." if own else "it, or raise state_manager.max_context.")
             )
 
     # the engine
@@ -361,31 +353,39 @@ class LLM:
         if self._sleeping is not None:
             raise UsageError("this LLM sleeps. Call wake() before update_weights(): its weights are not on the device")
         self._drain()
-        count = weights.update(parts.model, items, parts.axis)
-        parts.loop.scheduler.reset()
-        return count
+        try:
+            return weights.update(parts.model, items, parts.axis)
+        finally:  # some may be replaced when one is refused
+            parts.loop.reset()
 
     def sleep(self) -> None:
         """Free the device: the cache is dropped, weights go to host memory. Requests stay, and go on after `wake`."""
         if self._sleeping is None:
             parts = self._open
             self._drain()
-            parts.loop.scheduler.reset()
-            parts.runner.clear()
-            parts.cache.release()
-            self._sleeping = weights.ParkedModel(parts.model)
+            parts.loop.reset()
+            runners = self._runners
+            for runner in runners:
+                runner.release()
+            self._sleeping = weights.parked(*(runner.entry.model for runner in runners))
 
+    @torch.inference_mode(False)
     def wake(self) -> None:
         """Take the device again."""
         if self._sleeping is not None:
             self._sleeping.bring_back()
             self._sleeping = None
-            self._open.cache.allocate()
+            for runner in self._runners:
+                runner.cache.allocate()
+
+    @property
+    def _runners(self) -> list[Runner]:
+        """That of the model, and that of a draft model."""
+        return [each for each in (self._open.runner, self._open.draft) if each is not None]
 
     def _drain(self) -> None:
         """Finish the step that runs; weights that stream are where they rest then."""
-        for update in self._open.loop.drain():
-            self._unclaimed += [token for token in self._tokens(update) if token.uid not in self._claimed]
+        self._hand_out(self._open.loop.drain())
         if self._open.stream is not None:
             self._open.stream.park()
 
@@ -401,8 +401,8 @@ class LLM:
             "prompt_tokens": self._prompt_tokens,
             "output_tokens": self._output_tokens,
             "graphs": parts.runner.graphs,
-            "cache_bytes": parts.cache.plan.device_bytes,
-            "entry": parts.entry.how,
+            "cache_bytes": parts.runner.cache.plan.device_bytes,
+            "entry": parts.runner.entry.how,
         }
 
     def close(self) -> None:
@@ -457,28 +457,14 @@ def _tokenizer(given: Any, folder: Any) -> Any:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
-class _Progress:
-    """A bar of finished requests on a terminal."""
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal; what is yielded counts one finished request."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
 
-    def __init__(self, total: int, *, shown: bool) -> None:
-        self._total, self._shown = total, shown
-        self._close: Callable[[], None] | None = None
-        self.advance: Callable[[], None] = lambda: None
-
-    def __enter__(self) -> _Progress:
-        if self._shown:
-            from rich.console import Console
-            from rich.progress import MofNCompleteColumn, Progress
-
-            console = Console(stderr=True)
-            if console.is_terminal:
-                bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console, transient=True)
-                bar.start()
-                task = bar.add_task("Generating", total=self._total)
-                self.advance = lambda: bar.advance(task)
-                self._close = bar.stop
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._close is not None:
-            self._close()
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task("Generating", total=total)
+        yield lambda: bar.advance(task)

@@ -7,46 +7,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.generate.cache import PagedCache
 from deepspeed.generate.drafts import Drafter
+from deepspeed.generate.guide import SchemaGuide
 from deepspeed.generate.runner import Runner
 from deepspeed.generate.sampler import Sampler, greedy, plainly_greedy
 from deepspeed.generate.scheduler import ScheduledStep, ScheduledWork, Scheduler
-from deepspeed.generate.sequence import PromptScores, SequenceState, TopLogprobs
+from deepspeed.generate.sequence import PromptScores, SequenceState, SequenceUpdate, TopLogprobs
 from deepspeed.generate.sequence import Sequence as Generated
 from deepspeed.ops.generate.sampling import SampleResult
-
-_NO_SCORES: tuple[Sequence[float], Sequence[TopLogprobs]] = ((), ())
-
-
-class SequenceUpdate(NamedTuple):
-    """What became known of a sequence; a tuple, because one is made for every token."""
-
-    sequence: Generated
-    tokens: Sequence[int]
-    logprobs: Sequence[float] = ()
-    """Of the tokens, where they were asked for."""
-    tops: Sequence[TopLogprobs] = ()
-
-
-class Guide(Protocol):
-    """Says which tokens a sequence may take next."""
-
-    def mask(self) -> Tensor:
-        """bool [vocabulary]."""
-
-    def take(self, tokens: Sequence[int]) -> None:
-        """The sequence went on with these."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing can follow."""
 
 
 @dataclass(slots=True)
@@ -66,13 +40,12 @@ class GenerationLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        cache: PagedCache,
         sampler: Sampler,
         *,
         asynchronous: bool,
         drafter: Drafter | None = None,
     ) -> None:
-        self.scheduler, self._runner, self._cache, self._sampler = scheduler, runner, cache, sampler
+        self.scheduler, self._runner, self._sampler = scheduler, runner, sampler
         self._depth = 1 if asynchronous else 0
         self._drafter = drafter
         self._in_flight: deque[_InFlight] = deque()
@@ -83,7 +56,7 @@ class GenerationLoop:
         """Sequences that need more than the largest logit."""
         self.seeds: dict[int, int] = {}
         """By uid."""
-        self.guides: dict[int, Guide] = {}
+        self.guides: dict[int, SchemaGuide] = {}
         self.prompt_scores: dict[int, list[PromptScores]] = {}
         self.steps, self.step_seconds, self.host_seconds = 0, 0.0, 0.0
         self._last, self._waited = time.perf_counter(), 0.0
@@ -112,29 +85,28 @@ class GenerationLoop:
         now = time.perf_counter()
         self.step_seconds, self._last = now - self._last, now
         self._waited = 0.0
-        updates: list[SequenceUpdate] = []
-        if self._waits_for_tokens():
-            while self._in_flight:
-                updates += self._collect()
-        drafts = self._drafts()
-        plan = self.scheduler.next(drafts) if drafts else self.scheduler.next()
+        # drafts and schemas are made of known tokens
+        updates = self.drain() if self.guides or self._drafter is not None else []
+        plan = self.scheduler.next(self._drafts())
         if plan is not None:
             self._launch(plan)
-        while len(self._in_flight) > (self._depth if plan is not None else 0):
-            updates += self._collect()
+        updates += self.drain(self._depth if plan is not None else 0)
         self.host_seconds = time.perf_counter() - now - self._waited
         return updates
 
-    def drain(self) -> list[SequenceUpdate]:
-        """Take the tokens of all steps in flight."""
+    def drain(self, left: int = 0) -> list[SequenceUpdate]:
+        """Take the tokens of all steps in flight but so many."""
         updates: list[SequenceUpdate] = []
-        while self._in_flight:
+        while len(self._in_flight) > left:
             updates += self._collect()
         return updates
 
-    def _waits_for_tokens(self) -> bool:
-        """Drafts and schemas are made of known tokens."""
-        return bool(self.guides) or self._drafter is not None
+    def reset(self) -> None:
+        """Compute what runs again, for other weights or other memory; no step may be in flight."""
+        self.scheduler.reset()
+        if self._drafter is not None:
+            for uid in self._running:
+                self._drafter.forget(uid)
 
     def _drafts(self) -> Mapping[int, Sequence[int]]:
         if self._drafter is None:
@@ -145,11 +117,9 @@ class GenerationLoop:
 
     def _launch(self, plan: ScheduledStep) -> None:
         if plan.to_host:
-            self._cache.to_host(plan.to_host)
+            self._runner.cache.to_host(plan.to_host)
         if plan.from_host:
-            self._cache.from_host(plan.from_host)
-        if plan.copies:
-            self._cache.copy(plan.copies)
+            self._runner.cache.from_host(plan.from_host)
         self.steps += 1
         held = self._places
         places = [held[uid] if (uid := each.sequence.uid) in held else self._place(each.sequence) for each in plan.work]
@@ -238,10 +208,12 @@ class GenerationLoop:
         for sequence in failed:
             if self.scheduler.finish(sequence.uid, "error"):
                 updates.append(SequenceUpdate(sequence, []))
-        for progress in self.scheduler.collect(step, sampled):
-            sequence, tokens = progress.sequence, progress.tokens
-            own, tops = scores.get(sequence.uid, _NO_SCORES) if scores else _NO_SCORES
-            updates.append(SequenceUpdate(sequence, tokens, own[: len(tokens)], tops[: len(tokens)]))
+        for update in self.scheduler.collect(step, sampled):
+            sequence, tokens = update.sequence, update.tokens
+            if scores and sequence.uid in scores:
+                own, tops = scores[sequence.uid]
+                update = SequenceUpdate(sequence, tokens, own[: len(tokens)], tops[: len(tokens)])
+            updates.append(update)
             if self.guides and sequence.uid in self.guides and not sequence.finished:
                 guide = self.guides[sequence.uid]
                 guide.take(tokens)
@@ -284,7 +256,7 @@ def _wanted(
     begin = 0
     for each in work:
         count = min(each.start + each.count, each.sequence.prompt_length - 1) - each.start
-        if each.sequence.params.prompt_logprobs is not None and count > 0:
+        if each.sequence.params.prompt_logprobs is not None and each.sequence.parent is None and count > 0:
             scored.append((each.sequence, each.start, len(wanted), count))
             wanted += range(begin, begin + count)
         begin += each.count

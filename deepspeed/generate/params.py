@@ -86,11 +86,12 @@ class SamplingParams:
 
     def _check_collections(self) -> None:
         if not isinstance(self.stop, str):
-            _items("stop", self.stop, "a string or a list of strings")
+            object.__setattr__(self, "stop", _items("stop", self.stop, "a string or a list of strings"))
+        object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids, "a list of token ids"))
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
-                _refuse("stop", self.stop, "strings that are not empty")
-        for token in _items("stop_token_ids", self.stop_token_ids, "a list of token ids"):
+                _refuse("stop", text, "strings that are not empty")
+        for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
@@ -128,10 +129,11 @@ def _real(name: str, value: object, least: float, most: float, wanted: str, *, a
         _refuse(name, value, wanted)
 
 
-def _items(name: str, value: object, wanted: str) -> Iterable[object]:
+def _items(name: str, value: object, wanted: str) -> tuple[object, ...]:
+    """A tuple: what is given may be an iterator, which can be read once."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         _refuse(name, value, wanted)
-    return value
+    return tuple(value)
 
 
 def _refuse(name: str, value: object, wanted: str) -> NoReturn:

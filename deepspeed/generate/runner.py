@@ -51,7 +51,7 @@ class Runner:
     def __init__(
         self, entry: ModelEntry, cache: PagedCache, places: int, table_width: int, *, most_tokens: int, graphs: bool
     ) -> None:
-        self._entry, self._cache = entry, cache
+        self.entry, self.cache = entry, cache
         self._width = table_width
         self._most_sequences, self._most_tokens = places, most_tokens
         self._batches: OrderedDict[BatchShape, Batch] = OrderedDict()
@@ -73,7 +73,7 @@ class Runner:
         self.tables.update(work, places)
         shape, static = self._shape(work, len(wanted))
         batch = self._batch(shape)
-        batch.fill(work, places, self.tables.arrays, self._cache.block_size)
+        batch.fill(work, places, self.tables.arrays, self.cache.block_size)
         batch.want(wanted, targets)
         batch.send()
         if not static or self._graphs is None:
@@ -83,7 +83,7 @@ class Runner:
     @torch.no_grad()
     def _forward(self, batch: Batch) -> Tensor:
         ids = torch.where(batch.ids < 0, self.pending[batch.sources], batch.ids)
-        return self._entry.logits(batch, ids, self._cache)
+        return self.entry.logits(batch, ids, self.cache)
 
     def _shape(self, work: Sequence[ScheduledWork], wanted: int) -> tuple[BatchShape, bool]:
         """The padded shape, and whether it is one of those that are captured."""
@@ -107,7 +107,7 @@ class Runner:
     def _batch(self, shape: BatchShape) -> Batch:
         found = self._batches.get(shape)
         if found is None:
-            found = Batch(shape, len(self._cache.plan.groups), self._width, self._cache.device)
+            found = Batch(shape, len(self.cache.plan.groups), self._width, self.cache.device)
             self._batches[shape] = found
             if len(self._batches) > _MOST_GRAPHS:
                 self._batches.popitem(last=False)
@@ -153,8 +153,9 @@ class Runner:
         """How many are captured."""
         return 0 if self._graphs is None else len(self._graphs)
 
-    def clear(self) -> None:
-        """Drop graphs and static tensors, which know where pages and weights lay."""
+    def release(self) -> None:
+        """Give the cache back, with graphs and static tensors, which know where pages and weights lay."""
         self._batches.clear()
         if self._graphs is not None:
             self._graphs.clear()
+        self.cache.release()

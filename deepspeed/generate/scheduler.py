@@ -5,17 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
-from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
-from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.generate.blocks import BlockCache, CacheGroup
-from deepspeed.generate.sequence import Sequence, SequenceState
+from deepspeed.errors import UsageError
+from deepspeed.generate.blocks import BlockCache, CacheGroup, Transfers
+from deepspeed.generate.sequence import Sequence, SequenceState, SequenceUpdate
 
 __all__ = [
     "CacheGroup",
-    "Progress",
-    "QueueFull",
     "RequestTooLarge",
     "ScheduleLimits",
     "ScheduledStep",
@@ -31,10 +28,6 @@ class RequestTooLarge(UsageError):
     """A request that would not fit in an empty cache, or whose prompt fills the context."""
 
 
-class QueueFull(DeepSpeedError, RuntimeError):
-    """As many requests wait as may; try again later."""
-
-
 @dataclass(frozen=True, slots=True)
 class ScheduleLimits:
     """Limits of the schedule."""
@@ -43,14 +36,12 @@ class ScheduleLimits:
     max_sequences: int = 512
     max_context: int = 8192
     block_size: int = 32
-    max_queue: int | None = None  # requests that wait for their first step
     prefix_cache: bool = True
-    salt: bytes = b""  # what makes equal tokens unequal prefixes: model, adapter
 
     def __post_init__(self) -> None:
-        for field in fields(self)[:5]:
+        for field in fields(self)[:4]:
             value = getattr(self, field.name)
-            if value is not None and value < 1:
+            if value < 1:
                 raise UsageError(f"{field.name} is {value}; it must be at least 1")
 
 
@@ -72,7 +63,7 @@ class ScheduledWork:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """What one step does, in this order: `to_host`, `from_host`, `copies`, then the forward of `work`, decode first.
+    """What one step does, in this order: `to_host`, `from_host`, then the forward of `work`, decode first.
 
     Steps run in the order in which they were handed out. Each layer writes the keys and values of all work before any
     work reads: a sequence may share a block that another one fills in the same step. Block tables (`sequence.blocks`)
@@ -80,17 +71,8 @@ class ScheduledStep:
     """
 
     work: tuple[ScheduledWork, ...]
-    copies: tuple[tuple[int, int, int], ...]  # (group, source block, destination block)
-    to_host: tuple[tuple[int, int, int], ...]  # (group, device block, host block)
-    from_host: tuple[tuple[int, int, int], ...]  # (group, host block, device block)
-
-
-@dataclass(slots=True)
-class Progress:
-    """Tokens of a sequence that became known; `sequence.finish_reason` says whether it ended."""
-
-    sequence: Sequence
-    tokens: list[int]
+    to_host: Transfers
+    from_host: Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,40 +100,31 @@ class Scheduler:
     first is never preempted. As each fits in the empty cache, the first always progresses, so that all of them end.
     """
 
-    def __init__(self, config: ScheduleLimits, groups: Iterable[CacheGroup], host_blocks: int = 0) -> None:
-        """`host_blocks`: of each group, for blocks that leave the device."""
+    def __init__(self, config: ScheduleLimits, groups: Iterable[CacheGroup]) -> None:
+        groups = tuple(groups)
         self.config = config
-        self._cache = BlockCache(groups, config.block_size, host_blocks, config.salt)
-        self._host_blocks = host_blocks * len(self._cache.pools)
+        self._cache = BlockCache(groups, config.block_size)
+        self._host_blocks = sum(group.host_blocks for group in groups)
         self._by_uid: dict[int, Sequence] = {}  # all that have not ended
         self._running: list[Sequence] = []  # by rank
         self._prompts: set[Sequence] = set()  # running, with more than one token to compute
-        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap
-        self._ended_waiting = 0  # of them have ended
+        self._waiting: list[Sequence] = []  # by rank
         self._forks: dict[int, list[Sequence]] = {}  # of a sequence that computes its prompt for them
-        self._queued: set[int] = set()  # of these requests no sequence has run
         self._arrivals = self._swapped = self._hit_tokens = self._preemptions = self._drafted = self._accepted = 0
 
     def add(self, request: Iterable[Sequence]) -> None:
-        """Queue the sequences of one request, which share a prompt; RequestTooLarge or QueueFull if it cannot be."""
+        """Queue the sequences of one request, which share a prompt; RequestTooLarge if it can never run."""
         request = list(request)
         first = request[0]
         limit = self._limit(first)
         if len({each.uid for each in request} - self._by_uid.keys()) < len(request):
             raise UsageError(f"{[each.uid for each in request]}: each sequence that has not ended needs its own uid")
-        if self.config.max_queue is not None and len(self._queued) >= self.config.max_queue:
-            raise QueueFull(f"{len(self._queued)} requests wait, as many as max_queue allows; try again later")
         self._arrivals += 1
         for each in request:
-            each.arrival, each.limit = self._arrivals, limit
+            each.limit = limit
             each.rank = (-each.priority, self._arrivals, each.index)
             self._by_uid[each.uid] = each
-        self._queued.add(first.request)
         self._lead(request)
-
-    def cancel(self, uid: int) -> bool:
-        """End a sequence with the reason "cancelled"; False if it has ended already."""
-        return self.finish(uid, "cancelled")
 
     def finish(self, uid: int, reason: str) -> bool:
         """End a sequence at any moment; False if it has ended already. "error" also forgets its cached blocks."""
@@ -170,27 +143,24 @@ class Scheduler:
         followers = self._forks.pop(uid, None)
         if followers:
             self._lead(followers)
-        elif sequence.parent is None:
-            self._queued.discard(sequence.request)
         return True
 
     def next(self, drafts: Mapping[int, Collection[int]] | None = None) -> ScheduledStep | None:
         """The next step; None: nothing can run until more is collected or added. `drafts`: guesses by uid."""
         decodes, chunks, spare = self._continue(drafts or {})
         if spare > 0:
-            self._admit(decodes, chunks, spare)
+            self._admit(chunks, spare)
         if not decodes and not chunks:
             return None  # blocks that left for the host leave with the next step
         for work in chunks:
             if work.samples and work.sequence.uid in self._forks:
                 for each in self._forks.pop(work.sequence.uid):
-                    heappush(self._waiting, (each.rank, each))
-        copies, to_host, from_host = self._cache.end_step()
-        return ScheduledStep((*decodes, *chunks), copies, to_host, from_host)
+                    self._wait(each)
+        return ScheduledStep((*decodes, *chunks), *self._cache.end_step())
 
-    def collect(self, step: ScheduledStep, sampled: Mapping[int, list[int]]) -> list[Progress]:
+    def collect(self, step: ScheduledStep, sampled: Mapping[int, list[int]]) -> list[SequenceUpdate]:
         """Take a step's tokens by uid: one, or the accepted drafts and one; those of ended sequences are dropped."""
-        progress = []
+        updates = []
         size, finished, swapped = self.config.block_size, SequenceState.FINISHED, SequenceState.SWAPPED
         for work in step.work:
             sequence = work.sequence
@@ -209,11 +179,11 @@ class Scheduler:
             if (computed if computed < length else length) // size > sequence.registered:
                 self._cache.register(sequence, min(computed, length))
             if sequence.state is swapped and not sequence.pending:
-                heappush(self._waiting, (sequence.rank, sequence))
+                self._wait(sequence)
             if reason is not None:
                 self.finish(sequence.uid, reason)
-            progress.append(Progress(sequence, new))
-        return progress
+            updates.append(SequenceUpdate(sequence, new))
+        return updates
 
     def reset(self) -> None:
         """Forget the contents of the cache, for new weights or new memory: what runs is computed again."""
@@ -322,7 +292,7 @@ class Scheduler:
         self._swapped += 1
         self._preemptions += 1
         if not sequence.pending:  # else when all its tokens are known
-            heappush(self._waiting, (sequence.rank, sequence))
+            self._wait(sequence)
 
     def _ending(self, sequence: Sequence, new: list[int]) -> tuple[str | None, list[int]]:
         """Why a sequence ends with one of its new tokens, if it does, and those up to it; the others are removed."""
@@ -348,22 +318,17 @@ class Scheduler:
 
     # what waits
 
-    def _admit(self, decodes: list[ScheduledWork], chunks: list[ScheduledWork], spare: int) -> None:
+    def _admit(self, chunks: list[ScheduledWork], spare: int) -> None:
         """Let waiting sequences run, by rank, as long as the tokens that they know fit in the cache."""
         running, waiting = self._running, self._waiting
         while waiting and spare > 0 and len(running) < self.config.max_sequences:
-            sequence = waiting[0][1]
-            if sequence.finished:
-                heappop(waiting)
-                self._ended_waiting -= 1
-                continue
-            if not self._place(sequence, chunks, spare):
+            sequence = waiting[0]
+            if not self._place(sequence, spare):
                 return
-            heappop(waiting)
+            del waiting[0]
             if sequence.state is SequenceState.SWAPPED:
                 self._swapped -= 1
             sequence.state = SequenceState.RUNNING
-            self._queued.discard(sequence.request)
             insort(running, sequence, key=_rank)
             start = sequence.computed
             end = self._cache.grow(sequence, start, min(len(sequence.tokens), start + spare))
@@ -371,38 +336,24 @@ class Scheduler:
             spare -= end - start
             chunks.append(self._chunk(sequence, start, end - start))
 
-    def _place(self, sequence: Sequence, chunks: list[ScheduledWork], spare: int) -> bool:
+    def _place(self, sequence: Sequence, spare: int) -> bool:
         """Give a waiting sequence the blocks that hold its beginning already; False if the rest would not fit.
 
         What runs will need blocks soon: one for each sequence stays, so that the new one is not preempted at once.
         """
-        reserve, size = len(self._running), self.config.block_size
-        parent, length = sequence.parent, sequence.prompt_length - 1
-        first_time = sequence.state is SequenceState.WAITING
-        if first_time and parent is not None and self._has_prompt(parent, length, chunks):
-            if any(pool.available <= reserve for pool in self._cache.pools):
-                return False
-            self._cache.fork(sequence, parent, length)
-            sequence.cached_tokens = parent.cached_tokens
-            return True
+        size = self.config.block_size
         hit = self._cache.match(sequence)
         end = min(len(sequence.tokens), hit * size + spare)
-        if self._running and not self._cache.fits(sequence, hit, end, reserve):
+        if self._running and not self._cache.fits(sequence, hit, end, len(self._running)):
             return False
         self._cache.claim(sequence, hit)
-        if first_time:
-            sequence.cached_tokens = hit * size
-            self._hit_tokens += hit * size
+        if sequence.state is SequenceState.WAITING:
+            if sequence.parent is not None:  # whose prompt it shares
+                sequence.cached_tokens = sequence.parent.cached_tokens
+            else:
+                sequence.cached_tokens = hit * size
+                self._hit_tokens += hit * size
         return True
-
-    def _has_prompt(self, parent: Sequence, length: int, chunks: list[ScheduledWork]) -> bool:
-        """Whether a sequence had computed its first `length` tokens before this step and still has their blocks."""
-        return (
-            parent.state is SequenceState.RUNNING
-            and parent.computed >= length
-            and all(work.sequence is not parent or work.start >= length for work in chunks)
-            and self._cache.holds(parent, length)
-        )
 
     def _lead(self, request: list[Sequence]) -> None:
         """Queue sequences of one prompt: the first computes it, the others follow when it has."""
@@ -412,7 +363,10 @@ class Scheduler:
             each.root = self._root(each)
         if followers:
             self._forks[leader.uid] = followers
-        heappush(self._waiting, (leader.rank, leader))
+        self._wait(leader)
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self._waiting, sequence, key=_rank)
 
     def _root(self, sequence: Sequence) -> bytes:
         """Where hashes begin: those of its request alone, if nothing is to be shared or every token of it scored."""
@@ -420,7 +374,7 @@ class Scheduler:
         return self._cache.root((sequence.parent or sequence).uid if private else None)
 
     def _leave_queue(self, sequence: Sequence, state: SequenceState) -> None:
-        """Forget that a sequence waits; entries of the heap stay until half of it is such entries."""
+        """Forget that a sequence waits."""
         if state is SequenceState.SWAPPED:
             self._swapped -= 1
             if sequence.pending:
@@ -430,11 +384,7 @@ class Scheduler:
             if sequence in followers:
                 followers.remove(sequence)
                 return
-        self._ended_waiting += 1
-        if self._ended_waiting > 16 and 2 * self._ended_waiting > len(self._waiting):
-            self._waiting = [entry for entry in self._waiting if not entry[1].finished]
-            heapify(self._waiting)
-            self._ended_waiting = 0
+        del self._waiting[bisect_left(self._waiting, sequence.rank, key=_rank)]
 
     def _limit(self, sequence: Sequence) -> int:
         """The length at which a sequence ends, within its parameters, the context and the empty cache."""

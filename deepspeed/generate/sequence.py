@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections.abc
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -42,6 +42,16 @@ class Token(NamedTuple):
     """Of the whole prompt, with the first token of a request that asks for `prompt_logprobs`."""
 
 
+class SequenceUpdate(NamedTuple):
+    """What became known of a sequence; a tuple, because one is made for every token."""
+
+    sequence: Sequence
+    tokens: collections.abc.Sequence[int]
+    logprobs: collections.abc.Sequence[float] = ()
+    """Of the tokens, where they were asked for."""
+    tops: collections.abc.Sequence[TopLogprobs] = ()
+
+
 class SequenceState(Enum):
     """Where a sequence is; its transitions belong to the scheduler."""
 
@@ -51,6 +61,7 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One continuation of a prompt; `n` > 1 makes n of them, which share `request` and the blocks of the prompt.
 
@@ -59,69 +70,37 @@ class Sequence:
     known here yet.
     """
 
-    __slots__ = (
-        "arrival",
-        "blocks",
-        "cached_tokens",
-        "computed",
-        "end_ids",
-        "finish_reason",
-        "freed",
-        "hashes",
-        "index",
-        "limit",
-        "params",
-        "parent",
-        "pending",
-        "priority",
-        "prompt_length",
-        "rank",
-        "reach",
-        "registered",
-        "request",
-        "root",
-        "state",
-        "tokens",
-        "uid",
-    )
+    uid: int
+    tokens: list[int]  # known: the prompt, then what was generated
+    params: SamplingParams
+    _: KW_ONLY
+    request: int = -1  # the uid of another one than the first
+    index: int = 0
+    priority: int = 0  # higher runs first
+    end_ids: frozenset[int] = frozenset()  # tokens that end it (`stops.end_ids`)
+    prompt_length: int = field(init=False)
+    state: SequenceState = SequenceState.WAITING
+    finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
+    cached_tokens: int = 0  # of the prompt, supplied by a prefix hit
+    computed: int = 0
+    pending: int = 0
+    # of the scheduler
+    rank: tuple[int, int, int] = (0, 0, 0)  # the lower runs first
+    limit: int = 0  # length at which it ends
+    parent: Sequence | None = None  # the sequence of the request that computes the prompt
+    # of the cache
+    blocks: list[list[int]] = field(default_factory=list)  # by cache group; -1: fell out of the window
+    freed: list[int] = field(default_factory=list)  # by cache group: how many at the start are -1
+    reach: int = 0  # positions below it have a block in every group
+    root: bytes = b""  # hash before the first block
+    hashes: list[bytes] = field(default_factory=list)  # of each full block of known tokens
+    registered: int = 0  # full blocks that other sequences can find
 
-    def __init__(
-        self,
-        uid: int,
-        prompt: Iterable[int],
-        params: SamplingParams,
-        *,
-        request: int | None = None,
-        index: int = 0,
-        priority: int = 0,
-        end_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        """`priority`: higher runs first. `end_ids`: tokens that end it (`stops.end_ids`)."""
-        self.uid = uid
-        self.request = uid if request is None else request
-        self.index = index
-        self.priority = priority
-        self.params = params
-        self.end_ids = end_ids
-        self.tokens = list(prompt)  # known: the prompt, then what was generated
+    def __post_init__(self) -> None:
+        self.tokens = list(self.tokens)
         self.prompt_length = len(self.tokens)
-        self.state = SequenceState.WAITING
-        self.finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
-        self.cached_tokens = 0  # of the prompt, supplied by a prefix hit
-        self.computed = 0
-        self.pending = 0
-        # of the scheduler
-        self.arrival = 0
-        self.rank: tuple[int, int, int] = (-priority, 0, index)  # the lower runs first
-        self.limit = 0  # length at which it ends
-        self.parent: Sequence | None = None  # the sequence of the request that computes the prompt
-        # of the cache
-        self.blocks: list[list[int]] = []  # by cache group; -1: fell out of the window
-        self.freed: list[int] = []  # by cache group: how many at the start are -1
-        self.reach = 0  # positions below it have a block in every group
-        self.root = b""  # hash before the first block
-        self.hashes: list[bytes] = []  # of each full block of known tokens
-        self.registered = 0  # full blocks that other sequences can find
+        if self.request < 0:
+            self.request = self.uid
 
     @property
     def generated(self) -> list[int]:

@@ -293,16 +293,10 @@ def _replace(model: nn.Module, tensors: Mapping[str, Tensor], axis: RankGroup | 
     return len(parts)
 
 
-class ParkedModel:
-    """The weights of a model in host memory, while the device is needed for something else."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parked = ParkedStorages()
-        tensors = [*model.parameters(), *model.buffers()]
-        there = [each for each in tensors if each.device.type != "cpu"]
-        if there:
-            self._parked.park(there, there, pinned=True)
-
-    def bring_back(self) -> None:
-        """Put them back on the device."""
-        self._parked.bring_back()
+def parked(*models: nn.Module) -> ParkedStorages:
+    """The weights of models in host memory, while the device is needed for something else."""
+    held = ParkedStorages()
+    tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
+    there = [each for each in tensors if each.device.type != "cpu"]
+    held.park(there, there, pinned=True)
+    return held

@@ -127,7 +127,7 @@ class Generation:
         require_here(self._parts.moved - set(_AWAY), "engine.generate()", trains=False)
         self.open()
         fused = self.lora.active
-        with ExitStack() as stack:
+        with torch.inference_mode(False), ExitStack() as stack:
             if not keep and not fused:
                 stack.callback(self.close_phase)
             if self._config.release_inference_cache:
@@ -192,6 +192,7 @@ class Generation:
         if self._sliced is None:
             self.lora.fuse()
 
+    @torch.inference_mode(False)  # parameters stay whole in training's modes
     def open(self) -> None:
         """Begin a phase, if none is open: parameters become whole, states leave."""
         if self._open:

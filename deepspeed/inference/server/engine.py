@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol
 
 from deepspeed.errors import DeepSpeedError, printable
 from deepspeed.generate.params import SamplingParams
-from deepspeed.generate.scheduler import QueueFull
 from deepspeed.generate.sequence import Token
 from deepspeed.log import logger
 
@@ -132,7 +131,7 @@ class EngineLoop:
             try:
                 uid = self.engine.submit(command.prompt, command.params, priority=command.priority)
             except DeepSpeedError as error:
-                refused.append(Rejected(command.request, 429 if isinstance(error, QueueFull) else 400, str(error)))
+                refused.append(Rejected(command.request, 400, str(error)))
                 continue
             self._uids[command.request], self._requests[uid] = uid, command.request
             self._left[uid] = command.params.n

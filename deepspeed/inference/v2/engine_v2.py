@@ -142,7 +142,7 @@ class InferenceEngineV2:
         with ExitStack() as stack:
             self._parts = build(policy.source, self._config, "auto", stack)
             self._stack = stack.pop_all()
-        groups = self._parts.cache.plan.groups
+        groups = self._parts.runner.cache.plan.groups
         self._blocks = BlockCache(groups, self._config.state_manager.block_size)
         self._total = [group.blocks for group in groups]
         self._sequences: dict[int, CachedSequence] = {}

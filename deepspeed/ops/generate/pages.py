@@ -1,8 +1,7 @@
-"""Keys and values written to pages, blocks copied: ops `write_pages`, `rotary_write` and `copy_blocks`."""
+"""Keys and values written to pages: ops `write_pages` and `rotary_write`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from deepspeed.ops.model.linear import takes
 from deepspeed.ops.model.rotary import rotary_reference
 from deepspeed.ops.registry import by_triton, op, reference
 
-__all__ = ["PageTarget", "copy_blocks", "rotary_write", "write_pages"]
+__all__ = ["PageTarget", "rotary_write", "write_pages"]
 
 E4M3 = torch.float8_e4m3fn
 
@@ -44,11 +43,6 @@ def rotary_write(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Te
     """
     result: Tensor = op("rotary_write")(query, key, value, cos, sin, target)
     return result
-
-
-def copy_blocks(pages: Sequence[Tensor], pairs: Tensor) -> None:
-    """Copy blocks in each of the pages: pairs [n, 2] of (from, to), of distinct blocks."""
-    op("copy_blocks")(pages, pairs)
 
 
 @reference("write_pages")
@@ -86,15 +80,6 @@ def rotary_write_reference(
     return q.contiguous()
 
 
-@reference("copy_blocks")
-@torch.no_grad()
-def copy_blocks_reference(pages: Sequence[Tensor], pairs: Tensor) -> None:
-    """In plain torch."""
-    for each in pages:
-        bits = each.view(torch.uint8) if each.dtype == E4M3 else each
-        bits[pairs[:, 1]] = bits[pairs[:, 0]]
-
-
 def _fits(target: PageTarget, *tensors: Tensor) -> bool:
     every = (*tensors, target.key_pages, target.value_pages)
     return all(takes(x) for x in tensors) and all(x.stride(-1) == 1 for x in every)
@@ -122,14 +107,3 @@ def rotary_write_triton(
     from deepspeed.ops.generate.kernels.pages import rotate_and_write
 
     return rotate_and_write(query, key, value, cos, sin, target)
-
-
-@by_triton("copy_blocks")
-@torch.no_grad()
-def copy_blocks_triton(pages: Sequence[Tensor], pairs: Tensor) -> None:
-    """By the kernel where it can."""
-    if not all(takes(each) or (each.dtype == E4M3 and each.is_cuda) for each in pages) or not pairs.is_contiguous():
-        return copy_blocks_reference(pages, pairs)
-    from deepspeed.ops.generate.kernels.pages import copy
-
-    return copy(pages, pairs)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from random import Random
 
-from deepspeed.errors import UsageError
 from deepspeed.generate.blocks import FREED
 from deepspeed.generate.params import SamplingParams
-from deepspeed.generate.scheduler import CacheGroup, QueueFull, RequestTooLarge, ScheduleLimits, Scheduler
+from deepspeed.generate.scheduler import CacheGroup, RequestTooLarge, ScheduleLimits, Scheduler
 from deepspeed.generate.sequence import Sequence, SequenceState
 
 VOCABULARY = 7
@@ -32,12 +31,12 @@ def sampled(state):
 class Device:
     """Pages on the device and on the host; the tokens it sampled are known to it before they are collected."""
 
-    def __init__(self, scheduler, groups, host_blocks):
+    def __init__(self, scheduler, groups):
         self.scheduler = scheduler
         self.size = scheduler.config.block_size
         self.windows = [group.window for group in groups]
         self.pages = [[[None] * self.size for _ in range(group.blocks)] for group in groups]
-        self.host = [[None] * host_blocks for _ in groups]
+        self.host = [[None] * group.host_blocks for group in groups]
         self.moved = Counter()  # blocks that each kind of transfer moved
         self.states = {}  # of all tokens of a sequence, sampled ones too
         self.computed = Counter()  # tokens by uid
@@ -59,7 +58,7 @@ class Device:
         return {work.sequence.uid: tokens for work in step.work if (tokens := self._attend(work)) is not None}
 
     def _transfer(self, step):
-        for kind in ("to_host", "from_host", "copies"):
+        for kind in ("to_host", "from_host"):
             transfers = getattr(step, kind)
             self.moved[kind] += len(transfers)
             targets = [(group, target) for group, _, target in transfers]
@@ -69,9 +68,6 @@ class Device:
             self.host[group][host] = [*self.pages[group][block]]
         for group, host, block in step.from_host:
             self.pages[group][block] = [*self.host[group][host]]
-        assert not {each[:2] for each in step.copies} & {(group, target) for group, _, target in step.copies}
-        for group, source, target in step.copies:
-            self.pages[group][target] = [*self.pages[group][source]]
 
     def _known(self, work):
         """The states of a sequence up to the end of the work."""
@@ -159,13 +155,15 @@ class Schedule:
             max_sequences=random.randint(1, 8),
             max_context=random.randint(6, 60),
             block_size=size,
-            max_queue=random.choice([None, None, 3]),
             prefix_cache=random.random() < 0.8,
         )
-        self.groups = [CacheGroup((at,), random.randint(2, 16) + 12 // size, each) for at, each in enumerate(windows)]
-        self.host_blocks = random.choice([0, 0, 2, 30])
-        self.scheduler = Scheduler(self.config, self.groups, self.host_blocks)
-        self.device = Device(self.scheduler, self.groups, self.host_blocks)
+        host = random.choice([0, 0, 2, 30])
+        self.groups = [
+            CacheGroup((at,), random.randint(2, 16) + 12 // size, each, host and random.choice([host, 1]))
+            for at, each in enumerate(windows)
+        ]
+        self.scheduler = Scheduler(self.config, self.groups)
+        self.device = Device(self.scheduler, self.groups)
         self.in_flight = deque()
         self.late = random.choice([0, 1, 1, 1, 2])  # steps in flight while the next one is planned
         self.drafts = random.random() < 0.5
@@ -191,7 +189,7 @@ class Schedule:
         assert all(pool.available == pool.size for pool in self.scheduler._cache.pools)
         stats = self.scheduler.stats
         assert (stats.waiting, stats.running, stats.swapped) == (0, 0, 0)
-        assert not self.scheduler._queued
+        assert not self.scheduler._waiting
         assert not self.scheduler._forks
         for each in self.sequences:
             assert each.finished
@@ -220,8 +218,7 @@ class Schedule:
             each.priority = request[0].priority
         try:
             self.scheduler.add(request)
-        except (RequestTooLarge, QueueFull) as error:
-            assert isinstance(error, UsageError) or self.config.max_queue is not None
+        except RequestTooLarge:
             return
         self.sequences += request
         self.untouched.update(each.uid for each in request)

@@ -58,6 +58,82 @@ def test_generate_leaves_tokens_of_others(llm: LLM) -> None:
     assert [token.id for token in drained(llm)[uid]] == greedy_of(llm.model, prompts[0], 5)
 
 
+def test_each_reader_gets_its_own_tokens(llm: LLM) -> None:
+    """Two streams that take turns, a call of `generate` and a request of `step`; one stream is closed early."""
+    prompts = prompts_of(4, 9)
+    expected = [greedy_of(llm.model, prompt, 5) for prompt in prompts]
+    one, two = (llm.stream(prompt, GREEDY) for prompt in prompts)
+    closed, first, second = llm.stream(prompts[0], GREEDY), [next(one).id], [next(two).id]
+    next(closed)
+    uid = llm.submit(prompts[1], GREEDY)
+    assert llm.generate(prompts[0], GREEDY, progress=False)[0].token_ids == expected[0]
+    first.append(next(one).id)
+    closed.close()
+    assert [token.id for token in drained(llm)[uid]] == expected[1]
+    assert first + [token.id for token in one] == expected[0]
+    assert second + [token.id for token in two] == expected[1]
+    assert not llm._requests
+
+
+def test_inference_mode_may_come_and_go() -> None:
+    (prompt,), model = prompts_of(9), tiny()
+    with torch.inference_mode():
+        llm = LLM(model, small_cache())
+        expected = llm.generate(prompt, GREEDY, progress=False)[0].token_ids
+        llm.sleep()
+        llm.wake()
+        llm.update_weights(llm.model.state_dict())
+    assert llm.generate(prompt, GREEDY, progress=False)[0].token_ids == expected
+    llm.close()
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(chr(97 + each % 26) for each in ids)
+
+
+def test_a_stop_string_within_accepted_guesses() -> None:
+    """What a step gave after the string is dropped, with its log-probabilities."""
+    params = partial(SamplingParams, max_tokens=24, temperature=0, logprobs=1)
+    found = []
+    for more in ({}, {"speculative": {"method": "ngram"}}):
+        with LLM(tiny(), {**small_cache(), **more}, tokenizer=Letters()) as llm:
+            (one,) = llm.generate([5, 6, 7, 8] * 6, params(stop="mmmm"), progress=False)
+            assert one.logprobs is not None
+            assert one.top_logprobs is not None
+            assert len(one.token_ids) == len(one.logprobs) == len(one.top_logprobs) == llm.stats()["output_tokens"]
+            found.append((one.token_ids, one.text))
+            accepted = llm.stats()["accepted"]
+    assert found[0] == found[1]
+    assert accepted > 0
+
+
+def test_a_draft_model_sleeps_too() -> None:
+    (prompt,) = prompts_of(9)
+    draft = {"method": "draft", "model": tiny(seed=1), "tokens": 2}
+    with LLM(tiny(), {**small_cache(), "speculative": draft}) as llm:
+        biased = SamplingParams(max_tokens=6, temperature=0, logit_bias={9: 0.5})
+        expected = llm.generate(prompt, biased, progress=False)[0].token_ids
+        assert not llm._parts.loop._drafter._sampler._biases, "nothing is kept of what has ended"  # type: ignore[union-attr]
+        uid, runner = llm.submit(prompt, biased), llm._parts.draft
+        tokens = [*llm.step(), *llm.step(), *llm.step()]
+        llm.sleep()
+        assert runner is not None
+        assert not runner.cache._pages
+        llm.wake()
+        assert [token.id for token in (*tokens, *drained(llm)[uid])] == expected
+
+
+def test_host_memory_of_layers_with_a_window() -> None:
+    """Every block of host memory that is taken can be used."""
+    with LLM(tiny("gemma2"), small_cache(blocks=40, host_cache=200_000)) as llm:
+        cache = llm._parts.runner.cache
+        assert llm.stats()["host_blocks"] == sum(len(each) for each in cache._host)
+        assert sum(each.nbytes for each in cache._host) > 190_000
+
+
 def test_a_seed_gives_the_same_tokens_in_any_batch(llm: LLM) -> None:
     prompts = prompts_of(4, 9, 3, 12)
     params = [SamplingParams(max_tokens=8, seed=number, top_p=0.9, n=2) for number in range(4)]
@@ -142,7 +218,8 @@ def test_update_weights_and_sleep() -> None:
         llm.wake()
         assert first + [token.id for token in drained(llm)[uid]] == after[0].token_ids
         with pytest.raises(UsageError, match="no parameter 'nothing'"):
-            llm.update_weights({"nothing": torch.zeros(1)})
+            llm.update_weights([dict(model.state_dict()), {"nothing": torch.zeros(1)}])
+        assert llm.generate(prompt, GREEDY, progress=False)[0].cached_tokens == 0, "what came before counts"
         with pytest.raises(UsageError, match=r"model.norm.weight has the shape \(3,\)"):
             llm.update_weights({"model.norm.weight": torch.zeros(3)})
 
@@ -159,7 +236,7 @@ def test_two_engines_and_what_close_leaves() -> None:
         for tokens, llm, uid in zip(found, engines, uids, strict=True):
             tokens += [token.id for token in llm.step() if token.uid == uid]
     assert found == [greedy_of(model, prompt, 5) for model in (one, two, one)]
-    pages = [weakref.ref(llm._parts.cache.layer(0).keys) for llm in engines]
+    pages = [weakref.ref(llm._parts.runner.cache.layer(0).keys) for llm in engines]
     for llm in engines:
         llm.close()
         llm.close()

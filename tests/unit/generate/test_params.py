@@ -77,6 +77,8 @@ def test_values_that_work():
         logprobs=0,
         schema={"type": "object"},
     )
+    read_once = SamplingParams(stop=iter(["a"]), stop_token_ids=(each for each in [1]))
+    assert (read_once.stop_strings, read_once.stop_token_ids) == (("a",), (1,))
     assert params.greedy
     assert params.stop_strings == ("a",)
     assert not SamplingParams().greedy

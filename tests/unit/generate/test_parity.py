@@ -51,7 +51,7 @@ def test_late_rotation(kind: str) -> None:
     with ExitStack() as undo:
         inject(model, undo, streamed=False)
         with LLM(model, small_cache()) as llm:
-            late = llm._parts.entry._function.late
+            late = llm._parts.runner.entry._function.late
             assert len(late) == model.config.num_hidden_layers
             rotate = attention.rotary_write
             undo.enter_context(

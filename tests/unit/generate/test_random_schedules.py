@@ -26,8 +26,8 @@ def run(seeds):
 @pytest.mark.slow
 def test_some_random_schedules():
     seen = run(range(300))
-    assert all(seen[what] > 20 for what in ("to_host", "from_host", "copies", "preemptions", "accepted")), seen
-    assert seen["prefix_hit_tokens"] > 1000
+    assert all(seen[what] > 20 for what in ("to_host", "from_host", "preemptions", "accepted")), seen
+    assert seen["prefix_hit_tokens"] > 500  # of first sequences: others share their prompt anyway
 
 
 @pytest.mark.slow

@@ -6,12 +6,12 @@ import pytest
 
 from deepspeed.errors import UsageError
 from deepspeed.generate.params import SamplingParams
-from deepspeed.generate.scheduler import CacheGroup, QueueFull, RequestTooLarge, ScheduleLimits, Scheduler
+from deepspeed.generate.scheduler import CacheGroup, RequestTooLarge, ScheduleLimits, Scheduler
 from deepspeed.generate.sequence import Sequence, SequenceState
 
 
 def schedule(blocks=100, host_blocks=0, window=None, **config):
-    return Scheduler(ScheduleLimits(**{"block_size": 4, **config}), [CacheGroup((0,), blocks, window)], host_blocks)
+    return Scheduler(ScheduleLimits(**{"block_size": 4, **config}), [CacheGroup((0,), blocks, window, host_blocks)])
 
 
 def request(uid, length, *, priority=0, ends=(), first=None, **params):
@@ -28,6 +28,10 @@ def add(scheduler, *args, **params):
     made = request(*args, **params)
     scheduler.add(made)
     return made if len(made) > 1 else made[0]
+
+
+def cancel(scheduler, uid):
+    return scheduler.finish(uid, "cancelled")
 
 
 def shown(step):
@@ -134,7 +138,7 @@ def test_a_full_cache_preempts_the_newest(host_blocks):
     assert (new.state, new.blocks, old.state) == (SequenceState.SWAPPED, [], SequenceState.RUNNING)
     assert (scheduler.stats.swapped, scheduler.stats.preemptions) == (1, 1)
     run(scheduler, 8)
-    scheduler.cancel(0)
+    cancel(scheduler, 0)
     step = scheduler.next()
     kept = 4 if host_blocks else 1  # full blocks of the new one, of which the old one took three
     assert shown(step) == [(1, 4 * kept, len(new.tokens) - 4 * kept, True)]
@@ -190,10 +194,10 @@ def test_sequences_of_a_request_share_its_prompt(length):
     assert shown(step) == [(0, 0, length, True)]
     answer(scheduler, step)
     step = scheduler.next()
-    assert shown(step) == [(0, length, 1, True), (1, length - 1, 1, True), (2, length - 1, 1, True)]
-    partial = (length - 1) % 4 > 0
-    assert len(step.copies) == (2 if partial else 0)
     full = (length - 1) // 4
+    begin, count = 4 * full, length - 4 * full
+    assert shown(step) == [(0, length, 1, True), (1, begin, count, True), (2, begin, count, True)]
+    assert [each.cached_tokens for each in (first, second, third)] == [0, 0, 0]
     assert first.blocks[0][:full] == second.blocks[0][:full] == third.blocks[0][:full]
     assert len({each.blocks[0][full] for each in (first, second, third)}) == 3
 
@@ -202,9 +206,9 @@ def test_another_sequence_computes_the_prompt_if_the_first_is_cancelled():
     scheduler = schedule(max_tokens_per_step=4)
     add(scheduler, 0, 6, n=3)
     scheduler.next()
-    scheduler.cancel(0)
+    cancel(scheduler, 0)
     assert shown(scheduler.next()) == [(1, 4, 2, True)]
-    assert shown(scheduler.next())[1:] == [(2, 5, 1, True)]
+    assert shown(scheduler.next())[1:] == [(2, 4, 2, True)]
 
 
 def test_a_fork_waits_for_a_prompt_that_is_computed_again():
@@ -218,7 +222,7 @@ def test_a_fork_waits_for_a_prompt_that_is_computed_again():
     scheduler.config = ScheduleLimits(max_tokens_per_step=12, block_size=4)
     step = scheduler.next()
     assert shown(step) == [(0, 5, 6, True), (1, 8, 2, True)]
-    assert not step.copies  # but the blocks that the first fills now are found as a prefix
+    # the blocks that the first fills now are found as a prefix
     assert second.blocks[0][:2] == first.blocks[0][:2]
 
 
@@ -267,7 +271,7 @@ def test_cancelling_in_every_state():
     waiting = add(scheduler, 2, 9)
     in_flight = scheduler.next()
     assert [each.state.value for each in (running, preempted, waiting)] == ["running", "swapped", "waiting"]
-    assert [scheduler.cancel(uid) for uid in range(4)] == [True, True, True, False]
+    assert [cancel(scheduler, uid) for uid in range(4)] == [True, True, True, False]
     assert {each.finish_reason for each in (running, preempted, waiting)} == {"cancelled"}
     assert answer(scheduler, in_flight) == []
     assert scheduler.next() is None
@@ -281,7 +285,7 @@ def test_many_cancelled_requests_do_not_stay():
         add(scheduler, uid, 3)
     scheduler.next()
     for uid in range(1, 1000):
-        assert scheduler.cancel(uid)
+        assert cancel(scheduler, uid)
     assert len(scheduler._waiting) < 40
 
 
@@ -339,20 +343,6 @@ def test_the_whole_cache_can_be_used():
     assert [(len(each.tokens), each.finish_reason) for each in made] == [(41, "length"), (41, "length")]
 
 
-def test_a_full_queue():
-    scheduler = schedule(max_queue=2, max_sequences=1)
-    add(scheduler, 0, 3, n=4)
-    add(scheduler, 10, 3)
-    with pytest.raises(QueueFull, match="2 requests wait, as many as max_queue allows"):
-        add(scheduler, 20, 3)
-    scheduler.next()  # the first runs
-    add(scheduler, 20, 3)
-    scheduler.cancel(10)
-    add(scheduler, 30, 3)
-    with pytest.raises(QueueFull):
-        add(scheduler, 40, 3)
-
-
 def test_a_uid_in_use():
     scheduler = schedule()
     add(scheduler, 0, 3)
@@ -360,7 +350,7 @@ def test_a_uid_in_use():
         add(scheduler, 0, 3)
 
 
-@pytest.mark.parametrize("key", ["max_tokens_per_step", "max_sequences", "max_context", "block_size", "max_queue"])
+@pytest.mark.parametrize("key", ["max_tokens_per_step", "max_sequences", "max_context", "block_size"])
 def test_limits_that_cannot_work(key):
     with pytest.raises(UsageError, match=f"{key} is 0; it must be at least 1"):
         ScheduleLimits(**{key: 0})

@@ -1,8 +1,7 @@
-"""Keys and values to their slots, with the rotation of queries and keys in the same launch; blocks to other blocks."""
+"""Keys and values to their slots, with the rotation of queries and keys in the same launch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,9 +14,6 @@ from deepspeed.ops.precompile import launch
 
 if TYPE_CHECKING:
     from deepspeed.ops.generate.pages import PageTarget
-
-SPAN = 4096
-"""Elements of a block that a program copies."""
 
 
 @triton.jit
@@ -136,15 +132,6 @@ def _rotate_and_write(
         )  # fmt: skip
 
 
-@triton.jit
-def _copy(page_ptr, pairs_ptr, stride, elements, SPAN: tl.constexpr):
-    pair = tl.program_id(0)
-    source, target = tl.load(pairs_ptr + 2 * pair), tl.load(pairs_ptr + 2 * pair + 1)
-    at = tl.program_id(1).to(tl.int64) * SPAN + tl.arange(0, SPAN)
-    inside = at < elements
-    tl.store(page_ptr + target * stride + at, tl.load(page_ptr + source * stride + at, mask=inside), mask=inside)
-
-
 def _ways(target: PageTarget) -> dict[str, bool]:
     scales = {"KEY": target.key_scale, "VALUE": target.value_scale}
     ways = {"NARROW": target.key_pages.dtype == torch.float8_e4m3fn}
@@ -196,12 +183,3 @@ def rotate_and_write(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin
         **overlaps(key.device),
     )  # fmt: skip
     return out
-
-
-def copy(pages: Sequence[Tensor], pairs: Tensor) -> None:
-    """Op `copy_blocks`."""
-    for each in pages:
-        bits = each.view(torch.uint8) if each.dtype == torch.float8_e4m3fn else each
-        elements = bits[0].numel()
-        if len(pairs) and elements:
-            launch(_copy, (len(pairs), cdiv(elements, SPAN)), bits, pairs, bits.stride(0), elements, SPAN=SPAN)

@@ -9,8 +9,6 @@ from tests.unit.ops.model.interpreted import DEVICE, numbers
 
 from deepspeed.ops.generate.pages import (  # isort: skip
     PageTarget,
-    copy_blocks,
-    copy_blocks_triton,
     rotary_write,
     rotary_write_triton,
     write_pages,
@@ -76,12 +74,3 @@ def test_rotary_write(dtype, angles):
     torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
     assert not torch.equal(other, states(dtype)[0])
     same(found, expected)
-
-
-@pytest.mark.parametrize("copy", [copy_blocks, copy_blocks_triton])
-def test_copy_blocks(copy):
-    pages = [numbers(6, 4, 3), numbers(6, 5000, seed=1)]
-    before = [each.clone() for each in pages]
-    copy(pages, torch.tensor([[0, 1], [5, 4]], device=DEVICE))
-    for each, old in zip(pages, before, strict=True):
-        assert torch.equal(each, old[[0, 0, 2, 3, 5, 5]])
