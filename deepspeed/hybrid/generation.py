@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
@@ -31,6 +32,7 @@ from deepspeed.log import log_dist
 from deepspeed.parallel.regions import GroupMembers
 from deepspeed.runtime.offload_states import move_states, require_here, return_states
 from deepspeed.runtime.parts import Parts
+from deepspeed.runtime.rng import capture_states, restore_states
 from deepspeed.runtime.saving.model_state import WeightBuckets
 from deepspeed.tensor_parallel import split
 from deepspeed.transformers.lora import LoraFusion
@@ -61,7 +63,7 @@ class Generation:
         self._open = self._inside = self._listed = False
         self.lora = LoraFusion(parts.module)
         self._seed: int | None = None
-        self._states: tuple[Tensor, Tensor | None] | None = None
+        self._states: Mapping[str, Any] | None = None
 
     def _paged_config(self) -> DeepSpeedInferenceConfig:
         graphs, device = self._config.enable_cuda_graph, self._parts.device.type
@@ -159,20 +161,17 @@ class Generation:
     @contextmanager
     def _random_numbers(self) -> Iterator[None]:
         """Draw from generators of this object: a training's random states stay what they are."""
-        device, accelerator = self._parts.device, get_accelerator()
-        cuda = device.type != "cpu"
-        seed = torch.initial_seed()
-        before = torch.get_rng_state(), accelerator.get_rng_state() if cuda else None
+        seed, before = torch.initial_seed(), capture_states()
         try:
             if seed != self._seed or self._states is None:
                 self._seed = seed
                 torch.manual_seed(self._shared((seed ^ _OTHER_NUMBERS) % 2**62 + self._parts.layout.samples.rank))
             else:
-                _set_random_states(self._states)
+                restore_states(self._states)
             yield
         finally:
-            self._states = torch.get_rng_state(), accelerator.get_rng_state() if cuda else None
-            _set_random_states(before)
+            self._states = capture_states()
+            restore_states(before)
 
     def _shared(self, seed: int) -> int:
         """The seed of the first of the ranks that share layers: they draw the same tokens."""
@@ -298,12 +297,6 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             each.training = True
 
 
-def _set_random_states(states: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        get_accelerator().set_rng_state(states[1])
-
-
 def _layers(module: nn.Module, count: int) -> list[list[Shard]]:
     """The shards of the module, in groups of so many repeated layers; what is in none comes first."""
     blocks = [each for every in module.modules() if isinstance(every, nn.ModuleList) for each in every]
@@ -351,6 +344,7 @@ class SlicedModel:
 
         with init_empty_weights(include_buffers=False):
             model: nn.Module = type(self._base)(self._base.config)
+        model.tie_weights()  # type: ignore[operator]
         model.to(self._parts.precision.param)
         split(model, self.axis, TPTrainingConfig(autotp_size=self.axis.size))
         own = dict(self._base.named_modules())
@@ -362,22 +356,23 @@ class SlicedModel:
 
     def fill(self) -> None:
         """Take memory, and this rank's slice of every parameter; all ranks of the world call this."""
-        made: dict[int, nn.Parameter] = {}
-        for module in self.model.modules():
-            for name, param in module._parameters.items():
-                if param is not None:
-                    if id(param) not in made:
-                        made[id(param)] = nn.Parameter(torch.empty_like(param, device=self._parts.device), False)
-                    module._parameters[name] = made[id(param)]
+        self._place(self._parts.device)
         for bucket in WeightBuckets(self._parts, _BUCKET, None, merge=True):
             weights.update(self.model, bucket, self.axis)
 
     def empty(self) -> None:
         """Give the memory back."""
+        self._place(torch.device("meta"))
+
+    def _place(self, device: torch.device) -> None:
+        """Put new parameters without values in the place of all, tied ones tied."""
+        made: dict[Tensor, nn.Parameter] = {}
         for module in self.model.modules():
             for name, param in module._parameters.items():
                 if param is not None:
-                    module._parameters[name] = nn.Parameter(param.to("meta"), False)
+                    if param not in made:
+                        made[param] = nn.Parameter(torch.empty_like(param, device=device), False)
+                    module._parameters[name] = made[param]
 
     def each(self, call: Call, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make the calls of all ranks of the group, one after the other; the result of this rank's own."""
@@ -389,8 +384,4 @@ class SlicedModel:
 
 def _moved(value: Any, device: torch.device) -> Any:
     """The same with its tensors on another device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, (tuple, list)):
-        return type(value)(_moved(each, device) for each in value)
-    return {name: _moved(each, device) for name, each in value.items()} if isinstance(value, dict) else value
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)

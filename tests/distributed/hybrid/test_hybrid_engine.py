@@ -17,13 +17,13 @@ from tests.harness import ranks
 pytestmark = pytest.mark.usefixtures("with_transformers")
 
 
-def llama():
+def llama(**keys):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     more = {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 256, "pad_token_id": 0}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **more, eos_token_id=2, attention_dropout=0.2))
+    return LlamaForCausalLM(LlamaConfig(**sizes, **more, eos_token_id=2, attention_dropout=0.2, **keys))
 
 
 def start(stage, model=None, hybrid=None, **keys):
@@ -65,7 +65,7 @@ def same_loss(engine, other, step):
 
 def plain(engine):
     """A model of its own with the engine's weights."""
-    model = llama().eval()
+    model = llama(tie_word_embeddings=engine.module.config.tie_word_embeddings).eval()
     model.load_state_dict(engine.module_state_dict())
     return model
 
@@ -148,8 +148,9 @@ def test_slices():
     """Neighbours share the layers while they generate: no rank has a whole one."""
     rank = dist.get_rank()
     given = {**prompts(rank), "max_new_tokens": 5 + rank, "do_sample": False}
-    other = start(3, hybrid=False)
-    engine = start(3, hybrid={"inference_tp_size": 2, "release_inference_cache": True})
+    tied = {"tie_word_embeddings": True}
+    other = start(3, llama(**tied), hybrid=False)
+    engine = start(3, llama(**tied), hybrid={"inference_tp_size": 2, "release_inference_cache": True})
     sliced = engine._generation._sliced.model
     for step in range(2):
         engine.eval()
