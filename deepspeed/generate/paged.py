@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,9 @@ _ARGUMENTS = {
 }
 
 
+T = TypeVar("T")
+
+
 class _Unsuited(Exception):
     """Why pages cannot serve a call."""
 
@@ -89,24 +93,20 @@ class PagedGenerate:
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """What Transformers returns: ids [batch × n, length]; None where Transformers itself has to do it."""
-        try:
-            return self._run(self._read(inputs, kwargs))
-        except _Unsuited as reason:
-            self._tell(reason)
-            return None
+        return self._served(self._run, inputs, kwargs)
 
     def complete(self, *inputs: Any, **kwargs: Any) -> list[Completion] | None:
         """The continuations of a call of `generate`, with the log-probabilities of their tokens; None as above."""
-        try:
-            return self._completions(self._read(inputs, kwargs), logprobs=0)
-        except _Unsuited as reason:
-            self._tell(reason)
-            return None
+        return self._served(partial(self._completions, logprobs=0), inputs, kwargs)
 
-    def _tell(self, reason: _Unsuited) -> None:
-        if str(reason) not in self._reasons:
-            self._reasons.add(str(reason))
-            logger.info("generate() runs in Transformers: %s", reason)
+    def _served(self, make: Callable[[_Call], T], inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T | None:
+        try:
+            return make(self._read(inputs, kwargs))
+        except _Unsuited as reason:
+            if str(reason) not in self._reasons:
+                self._reasons.add(str(reason))
+                logger.info("generate() runs in Transformers: %s", reason)
+            return None
 
     def close(self) -> None:
         """Free the cache."""
@@ -230,9 +230,8 @@ class PagedGenerate:
         longest = max(map(len, found))
         out = call.ids.new_full((len(found), call.ids.shape[1] + longest), call.pad)
         out[:, : call.ids.shape[1]] = call.ids.repeat_interleave(call.params.n, 0)
-        for row, tokens in enumerate(found):
-            if tokens:
-                out[row, call.ids.shape[1] : call.ids.shape[1] + len(tokens)] = torch.tensor(tokens, device=out.device)
+        for row, tokens in zip(out[:, call.ids.shape[1] :], found, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens, dtype=out.dtype)
         return out
 
     def _completions(self, call: _Call, logprobs: int | None = None) -> list[Completion]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -20,6 +19,7 @@ _MOST_GRAPHS = 96
 _TOKENS = (64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 """Padded sizes of steps with prompts; larger ones are not captured."""
 _SEQUENCES = (16, 128, 256, 512, 1024)
+"""The same of their sequences."""
 _MKL_ROWS = 16
 _GUESSED = 8
 """Queries of a sequence in a step that verifies guesses, at most."""
@@ -33,16 +33,9 @@ def padded_sequences(count: int, most: int) -> int:
     return min(-(-count // step) * step, most)
 
 
-def _padded_tokens(count: int) -> int:
-    """0 where there are too many."""
-    place = bisect_left(_TOKENS, count)
-    return _TOKENS[place] if place < len(_TOKENS) else 0
-
-
-def _row(count: int) -> int:
-    """Padded sequences of a step with prompts; 0 where there are too many."""
-    place = bisect_left(_SEQUENCES, count)
-    return _SEQUENCES[place] if place < len(_SEQUENCES) else 0
+def _padded(count: int, sizes: Sequence[int]) -> int:
+    """The next of the sizes; 0 where there are too many."""
+    return next((size for size in sizes if size >= count), 0)
 
 
 class Runner:
@@ -94,7 +87,7 @@ class Runner:
         if tokens == len(work):
             count = padded_sequences(tokens, self._most_sequences)
             return BatchShape(count, count, count, 1), True
-        count, sequences = _padded_tokens(tokens), _row(max(len(work), wanted))
+        count, sequences = _padded(tokens, _TOKENS), _padded(max(len(work), wanted), _SEQUENCES)
         if not count or not sequences:
             return BatchShape(tokens, len(work), wanted, most), False
         sequences = min(sequences, count)
@@ -121,8 +114,8 @@ class Runner:
         most = self._most_sequences
         decode = {padded_sequences(count, most) for count in range(1, min(most, self._most_tokens) + 1)}
         shapes = [BatchShape(count, count, count, 1) for count in decode]
-        rows = {row for row in _SEQUENCES if row < most} | {_row(most)} - {0}
-        sizes = {size for size in _TOKENS if size < self._most_tokens} | {_padded_tokens(self._most_tokens)} - {0}
+        rows = {row for row in _SEQUENCES if row < most} | {_padded(most, _SEQUENCES)} - {0}
+        sizes = {size for size in _TOKENS if size < self._most_tokens} | {_padded(self._most_tokens, _TOKENS)} - {0}
         pairs = {(size, min(row, size)) for size in sizes for row in rows}
         shapes += [BatchShape(size, row, row, size) for size, row in pairs]
         for shape in sorted(shapes, key=lambda each: (-each.tokens, -each.sequences)):

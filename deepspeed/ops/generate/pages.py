@@ -102,7 +102,7 @@ def rotary_write_triton(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, target: PageTarget
 ) -> Tensor:
     """By the kernel where it can."""
-    if not _fits(target, query, key, value, cos, sin) or cos.shape[-1] % 2 or cos.shape[-1] > query.shape[-1]:
+    if not _fits(target, query, key, value, cos, sin) or cos.shape[-1] % 2 or not 0 < cos.shape[-1] <= query.shape[-1]:
         return rotary_write_reference(query, key, value, cos, sin, target)
     from deepspeed.ops.generate.kernels.pages import rotate_and_write
 

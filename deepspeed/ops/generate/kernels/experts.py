@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepspeed.ops.generate.kernels.packed import form, groups_of, units
 from deepspeed.ops.generate.kernels.streaming import processors
-from deepspeed.ops.generate.packed_weight import ExpertWeight, PackedWeight
+from deepspeed.ops.generate.packed import ExpertWeight, PackedWeight
 from deepspeed.ops.model.kernels.common import KINDS, act, after_others, cdiv, next_power, overlaps
 from deepspeed.ops.precompile import launch
 
@@ -139,6 +139,7 @@ def route(
     middle = torch.empty(pairs, down.shape[-1], dtype=x.dtype, device=x.device)
     found = torch.empty(pairs, x.shape[1], dtype=torch.float32, device=x.device)
     for rows, weight, result, per_row in ((x, gate_up, middle, each), (middle, down, found, 1)):
+        strides: tuple[int, ...]
         outs, width = result.shape[1], rows.shape[1]
         out = 32 if most * cdiv(outs, 64) < 2 * processors(x.device) else 64
         grid = most, cdiv(outs, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,65 +72,45 @@ def _turn(
 
 @triton.jit
 def _write(
-    k_ptr, v_ptr, key_ptr, value_ptr, slots_ptr, key_scale, value_scale, size, heads, width, value_width,
-    k_token, k_head, v_token, v_head, key_block, key_token, key_head, value_block, value_token, value_head,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, NARROW: tl.constexpr,
-    KEY_SCALED: tl.constexpr, KEY_EACH: tl.constexpr, VALUE_SCALED: tl.constexpr, VALUE_EACH: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    after_others(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
-    if slot < 0:
-        return
-    block, offset = slot // size, slot % size
-    if tl.program_id(1) == 0:
-        _put(
-            k_ptr + token * k_token, k_head, key_ptr + block * key_block + offset * key_token, key_head,
-            key_scale, heads, width, HEADS, WIDTH, NARROW, KEY_SCALED, KEY_EACH,
-        )  # fmt: skip
-    else:
-        _put(
-            v_ptr + token * v_token, v_head, value_ptr + block * value_block + offset * value_token, value_head,
-            value_scale, heads, value_width, HEADS, VALUE_WIDTH, NARROW, VALUE_SCALED, VALUE_EACH,
-        )  # fmt: skip
-
-
-@triton.jit
-def _rotate_and_write(
     q_ptr, k_ptr, v_ptr, out_ptr, cos_ptr, sin_ptr, key_ptr, value_ptr, slots_ptr, key_scale, value_scale,
     size, q_heads, heads, half, rest, value_width, cos_token, sin_token, q_token, q_head,
     k_token, k_head, v_token, v_head, key_block, key_token, key_head, value_block, value_token, value_head,
-    Q_HEADS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    NARROW: tl.constexpr, KEY_SCALED: tl.constexpr, KEY_EACH: tl.constexpr, VALUE_SCALED: tl.constexpr,
-    VALUE_EACH: tl.constexpr, PDL: tl.constexpr,
+    ROTATE: tl.constexpr, Q_HEADS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, NARROW: tl.constexpr, KEY_SCALED: tl.constexpr, KEY_EACH: tl.constexpr,
+    VALUE_SCALED: tl.constexpr, VALUE_EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """A program for the keys of a token, one for its values; with ROTATE more, for some heads of the query each."""
     after_others(PDL)
     token, what = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    cos_ptr += token * cos_token
-    sin_ptr += token * sin_token
-    if what >= 2:  # some heads of the query
-        first = (what - 2) * Q_HEADS
-        width = 2 * half + rest
-        _turn(
-            q_ptr + token * q_token + first * q_head, q_head, out_ptr + (token * q_heads + first) * width, width,
-            cos_ptr, sin_ptr, key_scale, q_heads - first, half, rest, Q_HEADS, HALF, REST, False, False, False,
-        )  # fmt: skip
-        return
+    if ROTATE:
+        cos_ptr += token * cos_token
+        sin_ptr += token * sin_token
+        if what >= 2:
+            first = (what - 2) * Q_HEADS
+            width = 2 * half + rest
+            _turn(
+                q_ptr + token * q_token + first * q_head, q_head, out_ptr + (token * q_heads + first) * width, width,
+                cos_ptr, sin_ptr, key_scale, q_heads - first, half, rest, Q_HEADS, HALF, REST, False, False, False,
+            )  # fmt: skip
+            return
     slot = tl.load(slots_ptr + token)
     if slot < 0:
         return
     block, offset = slot // size, slot % size
-    if what == 0:
-        _turn(
-            k_ptr + token * k_token, k_head, key_ptr + block * key_block + offset * key_token, key_head,
-            cos_ptr, sin_ptr, key_scale, heads, half, rest, HEADS, HALF, REST, NARROW, KEY_SCALED, KEY_EACH,
-        )  # fmt: skip
-    else:
+    k_ptr += token * k_token
+    key_ptr += block * key_block + offset * key_token
+    if what == 1:
         _put(
             v_ptr + token * v_token, v_head, value_ptr + block * value_block + offset * value_token, value_head,
             value_scale, heads, value_width, HEADS, VALUE_WIDTH, NARROW, VALUE_SCALED, VALUE_EACH,
         )  # fmt: skip
+    elif ROTATE:
+        _turn(
+            k_ptr, k_head, key_ptr, key_head, cos_ptr, sin_ptr, key_scale, heads, half, rest, HEADS, HALF, REST,
+            NARROW, KEY_SCALED, KEY_EACH,
+        )  # fmt: skip
+    else:
+        _put(k_ptr, k_head, key_ptr, key_head, key_scale, heads, rest, HEADS, REST, NARROW, KEY_SCALED, KEY_EACH)
 
 
 def _ways(target: PageTarget) -> dict[str, bool]:
@@ -141,45 +122,34 @@ def _ways(target: PageTarget) -> dict[str, bool]:
     return ways
 
 
-def _places(key: Tensor, value: Tensor, target: PageTarget) -> list[int]:
-    pages = target.key_pages.stride()[:3] + target.value_pages.stride()[:3]
-    return [key.stride(0), key.stride(1), value.stride(0), value.stride(1), *pages]
-
-
-def _scales(target: PageTarget) -> list[Tensor]:
-    return [target.slots if scale is None else scale for scale in (target.key_scale, target.value_scale)]
-
-
 def write(key: Tensor, value: Tensor, target: PageTarget) -> None:
     """Op `write_pages`."""
-    tokens, heads, width = key.shape
-    if not key.numel():
-        return
-    block, wide = next_power(heads), next_power(width)
-    launch(
-        _write, (tokens, 2),
-        key, value, target.key_pages, target.value_pages, target.slots, *_scales(target), target.key_pages.shape[1],
-        heads, width, value.shape[2], *_places(key, value, target),
-        HEADS=block, WIDTH=wide, VALUE_WIDTH=next_power(value.shape[2]), **_ways(target), num_warps=warps(block * wide),
-        **overlaps(key.device),
-    )  # fmt: skip
+    if key.numel():
+        _launch(key, value, target, (key, key, target.slots, target.slots), 0)
 
 
 def rotate_and_write(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, target: PageTarget) -> Tensor:
     """Op `rotary_write`."""
-    tokens, q_heads, width = query.shape
-    heads, half, rest = key.shape[1], cos.shape[-1] // 2, width - cos.shape[-1]
-    out = query.new_empty(tokens, q_heads, width)
-    if not query.numel():
-        return out
-    block, some, wide = next_power(heads), min(8, next_power(q_heads)), next_power(half)
-    launch(
-        _rotate_and_write, (tokens, 2 + cdiv(q_heads, some)),
-        query, key, value, out, cos, sin, target.key_pages, target.value_pages, target.slots, *_scales(target),
-        target.key_pages.shape[1], q_heads, heads, half, rest, value.shape[2], cos.stride(0), sin.stride(0),
-        query.stride(0), query.stride(1), *_places(key, value, target),
-        Q_HEADS=some, HEADS=block, HALF=wide, REST=next_power(rest) if rest else 0,
-        VALUE_WIDTH=next_power(value.shape[2]), **_ways(target), num_warps=warps(max(block, some) * wide),
-        **overlaps(key.device),
-    )  # fmt: skip
+    out = query.new_empty(query.shape)
+    if query.numel():
+        _launch(key, value, target, (query, out, cos, sin), cos.shape[-1] // 2)
     return out
+
+
+def _launch(key: Tensor, value: Tensor, target: PageTarget, turned: Sequence[Tensor], half: int) -> None:
+    """`turned`: query, its result, cos and sin, which count where half of the width that is rotated is not 0."""
+    query, out, cos, sin = turned
+    (tokens, heads, width), q_heads, rotate = key.shape, query.shape[1], half > 0
+    rest = width - 2 * half
+    block, some, wide = next_power(heads), min(8, next_power(q_heads)), next_power(half or width)
+    scales = [target.slots if scale is None else scale for scale in (target.key_scale, target.value_scale)]
+    launch(
+        _write, (tokens, 2 + cdiv(q_heads, some) if rotate else 2),
+        query, key, value, out, cos, sin, target.key_pages, target.value_pages, target.slots, *scales,
+        target.key_pages.shape[1], q_heads, heads, half, rest, value.shape[2], cos.stride(0), sin.stride(0),
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *target.key_pages.stride()[:3],
+        *target.value_pages.stride()[:3],
+        ROTATE=rotate, Q_HEADS=some, HEADS=block, HALF=wide, REST=next_power(rest) if rest else 0,
+        VALUE_WIDTH=next_power(value.shape[2]), **_ways(target),
+        num_warps=warps(max(block, some if rotate else 1) * wide), **overlaps(key.device),
+    )  # fmt: skip

@@ -32,23 +32,34 @@ class ProductTile(NamedTuple):
 
 
 @triton.jit
-def _times(w_ptr, w_row, x_ptr, x_row, first, rows, outs, begin, end, inner,
-           OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """[OUT, ROWS] float32: a tile of a weight's rows times the transpose of x, over inner steps [begin, end)."""
+def _times(w_ptr, w_row, v_ptr, v_row, x_ptr, x_row, first, rows, outs, begin, end, inner,
+           BOTH: tl.constexpr, OUT: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
+           WHOLE: tl.constexpr):  # fmt: skip
+    """[OUT, ROWS] float32: a tile of a weight's rows times the transpose of x, over inner steps [begin, end).
+
+    With BOTH, also that tile of another weight; else zeros.
+    """
     out, row, at = first + tl.arange(0, OUT), tl.arange(0, ROWS), tl.arange(0, INNER)
-    w_at = w_ptr + tl.minimum(out, outs - 1).to(tl.int64)[:, None] * w_row + at[None, :]
+    line = tl.minimum(out, outs - 1).to(tl.int64)[:, None]
+    w_at, v_at = w_ptr + line * w_row + at[None, :], v_ptr + line * v_row + at[None, :]
     x_at = x_ptr + tl.minimum(row, rows - 1)[None, :] * x_row + at[:, None]
-    total = tl.zeros((OUT, ROWS), dtype=tl.float32)
+    total, other = tl.zeros((OUT, ROWS), dtype=tl.float32), tl.zeros((OUT, ROWS), dtype=tl.float32)
     for step in range(begin, end):
+        inside = at < inner - step * INNER
         if WHOLE:
-            w = tl.load(w_at + step * INNER, eviction_policy="evict_first")
             x = tl.load(x_at + step * INNER)
+            w = tl.load(w_at + step * INNER, eviction_policy="evict_first")
         else:
-            inside = at < inner - step * INNER
-            w = tl.load(w_at + step * INNER, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
             x = tl.load(x_at + step * INNER, mask=inside[:, None], other=0.0)
+            w = tl.load(w_at + step * INNER, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        if BOTH:
+            if WHOLE:
+                v = tl.load(v_at + step * INNER, eviction_policy="evict_first")
+            else:
+                v = tl.load(v_at + step * INNER, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            other = tl.dot(v, x, other)
         total = tl.dot(w, x, total)
-    return total
+    return total, other
 
 
 @triton.jit
@@ -106,7 +117,9 @@ def _stream(
         y_ptr += rows * outs1
     begin = part * steps
     end = tl.minimum(begin + steps, tl.cdiv(inner, INNER))
-    total = _times(w_ptr, w_row, x_ptr, x_row, first, rows, outs, begin, end, inner, OUT, INNER, ROWS, WHOLE)
+    total, _ = _times(
+        w_ptr, w_row, w_ptr, w_row, x_ptr, x_row, first, rows, outs, begin, end, inner, False, OUT, INNER, ROWS, WHOLE
+    )  # fmt: skip
     last = part >= 0
     if PARTS > 1:
         keep(partial_ptr, tile, part, total, PARTS, OUT, ROWS)
@@ -133,23 +146,11 @@ def _stream_gated(
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     first, begin = tile * OUT, part * steps
     end = tl.minimum(begin + steps, tl.cdiv(inner, INNER))
-    out, row, at = first + tl.arange(0, OUT), tl.arange(0, ROWS), tl.arange(0, INNER)
-    line = tl.minimum(out, outs - 1).to(tl.int64)[:, None]
-    gate_at, up_at = gate_ptr + line * gate_row + at[None, :], up_ptr + line * up_row + at[None, :]
-    x_at = x_ptr + tl.minimum(row, rows - 1)[None, :] * x_row + at[:, None]
-    gate, up = tl.zeros((OUT, ROWS), dtype=tl.float32), tl.zeros((OUT, ROWS), dtype=tl.float32)
-    for step in range(begin, end):
-        if WHOLE:
-            x = tl.load(x_at + step * INNER)
-            w = tl.load(gate_at + step * INNER, eviction_policy="evict_first")
-            v = tl.load(up_at + step * INNER, eviction_policy="evict_first")
-        else:
-            inside = at < inner - step * INNER
-            x = tl.load(x_at + step * INNER, mask=inside[:, None], other=0.0)
-            w = tl.load(gate_at + step * INNER, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            v = tl.load(up_at + step * INNER, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-        gate = tl.dot(w, x, gate)
-        up = tl.dot(v, x, up)
+    out, row = first + tl.arange(0, OUT), tl.arange(0, ROWS)
+    gate, up = _times(
+        gate_ptr, gate_row, up_ptr, up_row, x_ptr, x_row, first, rows, outs, begin, end, inner, True, OUT, INNER, ROWS,
+        WHOLE,
+    )  # fmt: skip
     last = part >= 0
     if PARTS > 1:
         keep(partial_ptr, tile, part, gate, PARTS, OUT, ROWS)

@@ -164,9 +164,6 @@ def test_packing_loses_what_the_bits_say(mode, symmetric):
     assert packed.data.nbytes == 40 * padded * bits // 8
     again = pack(back, mode, 128, symmetric)
     assert ((unpack(again, torch.float32) - back).norm() / back.norm()).item() < 0.02, "packed numbers stay"
-    moved = packed.to("cpu")
-    assert torch.equal(unpack(moved, torch.float32), back.cpu())
-    assert moved.nbytes >= moved.data.nbytes
 
 
 def test_six_bits_are_numbers_of_three_and_two():
