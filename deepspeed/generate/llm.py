@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from numbers import Real
 from operator import index
@@ -135,16 +135,19 @@ class LLM:
             self._check(ids, one)
         uids: list[int] = []
         done: dict[int, list[Completion]] = {}
+        known: deque[Token] = deque()
         with _progress(len(checked), shown=progress) as advance:
             try:
                 for ids, one in checked:
                     uids.append(self.submit(ids, one))
-                    self._readers[uids[-1]] = deque(maxlen=0)
+                    self._readers[uids[-1]] = known
                 while len(done) < len(uids):
                     self._advance()
-                    for uid in [uid for uid in uids if uid not in done and self._requests[uid].ended]:
-                        done[uid] = self._completions(uid)
-                        advance()
+                    for token in known:
+                        if token.finish_reason is not None and self._requests[token.uid].ended:
+                            done[token.uid] = self._completions(token.uid)
+                            advance()
+                    known.clear()
             finally:
                 for uid in uids:
                     self.cancel(uid)
@@ -184,9 +187,10 @@ class LLM:
         if params.schema is not None:  # which may be refused, as may the sequences
             tokenizer = self._tokenizer_for("schema")
             guides = {sequence.uid: parts.guides.make(params.schema, tokenizer) for sequence in sequences}
+        request = _Request(ids, params, [_Continuation(each, self._text(params)) for each in sequences])
         parts.loop.add(sequences, [seed_of(base, index) for index in range(params.n)])
         parts.loop.guides.update(guides)
-        self._requests[uid] = _Request(ids, params, [_Continuation(each, self._text(params)) for each in sequences])
+        self._requests[uid] = request
         self._prompt_tokens += len(ids)
         return uid
 
@@ -232,14 +236,20 @@ class LLM:
         ended = sequence.finished
         tokens = update.tokens or (_NONE if ended else ())
         last, asked = len(tokens) - 1, request.params.logprobs is not None
-        scores = self._new_scores(request, sequence.uid) if tokens else ()
+        scores = self._open.loop.prompt_scores.pop(sequence.uid, ()) if tokens else ()
+        if request.scores:  # a sequence that was preempted computes them again
+            scores = ()
+        request.scores = request.scores or scores
         for at, token in enumerate(tokens):
             reason = sequence.finish_reason if ended and at == last else None
             text, own, tops = "", None, None
             if part.stream is not None:
-                text = self._shown(part, token, reason)
+                text = part.stream.push([token]) if token >= 0 else ""
+                if reason is not None:
+                    text += part.stream.flush()
                 if part.stream.stopped is not None:
                     reason = "stop"
+                part.text.append(text)
             if token >= 0:
                 self._output_tokens += 1
                 part.ids.append(token)
@@ -254,22 +264,6 @@ class LLM:
             yield Token(sequence.request, sequence.index, token, text, own, tops, reason, *facts)
             if reason is not None:
                 return
-
-    def _new_scores(self, request: _Request, uid: int) -> Sequence[PromptScores]:
-        """Those of the prompt, once; a sequence that was preempted computes them again."""
-        found = self._open.loop.prompt_scores.pop(uid, ())
-        if request.scores:
-            return ()
-        request.scores = found
-        return found
-
-    def _shown(self, part: _Continuation, token: int, reason: str | None) -> str:
-        assert part.stream is not None, "there is a tokenizer"
-        text = part.stream.push([token]) if token >= 0 else ""
-        if reason is not None:
-            text += part.stream.flush()
-        part.text.append(text)
-        return text
 
     def _completions(self, uid: int) -> list[Completion]:
         request = self._requests.pop(uid)
@@ -288,7 +282,7 @@ class LLM:
                 "".join(part.text),
                 part.reason or "error",
                 part.logprobs if asked else None,
-                list(part.tops) if asked else None,
+                part.tops if asked else None,
                 scores,
                 part.sequence.cached_tokens,
             )
@@ -394,7 +388,7 @@ class LLM:
         parts = self._open
         found = parts.loop.scheduler.stats
         return {
-            **{name: getattr(found, name) for name in type(found).__dataclass_fields__},
+            **asdict(found),
             "steps": parts.loop.steps,
             "step_seconds": parts.loop.step_seconds,
             "host_seconds": parts.loop.host_seconds,

@@ -302,6 +302,7 @@ def test_bad_requests_leave_the_others_alone(llm: LLM, prompt: Any, params: Samp
     uid = llm.submit([5, 6], GREEDY)
     with pytest.raises((UsageError, DeepSpeedConfigError), match=expected):
         llm.generate([[4, 5], prompt], params, progress=False)
+    assert llm.stats()["waiting"] == 1, "nothing of it is left"
     assert len(drained(llm)[uid]) == 5
 
 
