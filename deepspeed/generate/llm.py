@@ -282,7 +282,7 @@ class LLM:
                 "".join(part.text),
                 part.reason or "error",
                 part.logprobs if asked else None,
-                part.tops if asked else None,
+                list(part.tops) if asked else None,
                 scores,
                 part.sequence.cached_tokens,
             )

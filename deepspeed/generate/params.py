@@ -129,11 +129,11 @@ def _real(name: str, value: object, least: float, most: float, wanted: str, *, a
         _refuse(name, value, wanted)
 
 
-def _items(name: str, value: object, wanted: str) -> tuple[object, ...]:
-    """A tuple: what is given may be an iterator, which can be read once."""
+def _items(name: str, value: object, wanted: str) -> Sequence[object]:
+    """What is given, as a tuple if it may be an iterator, which can be read once."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         _refuse(name, value, wanted)
-    return tuple(value)
+    return value if isinstance(value, list | tuple) else tuple(value)
 
 
 def _refuse(name: str, value: object, wanted: str) -> NoReturn:
