@@ -14,7 +14,8 @@ from torch.nn import functional
 from deepspeed.errors import UsageError
 from deepspeed.fusion.experts import NAMES, activation_of, is_stacked
 from deepspeed.ops.generate.experts import routed_experts
-from deepspeed.ops.generate.packed import UNIT, PackedWeight, pack, packed_linear, unpack
+from deepspeed.ops.generate.packed import pack, packed_linear, unpack
+from deepspeed.ops.generate.packed_weight import UNIT, PackedWeight
 from deepspeed.parallel.regions import cut_of
 from deepspeed.transformers.replacement import class_before, replacement
 

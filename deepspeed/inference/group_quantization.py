@@ -13,7 +13,8 @@ from deepspeed.comm.codec import BlockCodec, RangeCodec
 from deepspeed.errors import UsageError
 from deepspeed.fusion.packed_linear import packed_embedding
 from deepspeed.log import log_dist
-from deepspeed.ops.generate.packed import UNIT, PackedWeight, pack, packed_linear
+from deepspeed.ops.generate.packed import pack, packed_linear
+from deepspeed.ops.generate.packed_weight import UNIT, PackedWeight
 
 __all__ = ["DeQuantizer", "QuantizedEmbedding", "QuantizedLinear", "Quantizer"]
 

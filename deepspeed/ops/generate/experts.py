@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepspeed.ops.generate.packed import ExpertWeight, packed_linear_reference
+from deepspeed.ops.generate.packed import packed_linear_reference
+from deepspeed.ops.generate.packed_weight import ExpertWeight
 from deepspeed.ops.generate.streaming import MOST_ROWS
 from deepspeed.ops.model.gated import gated_reference
 from deepspeed.ops.model.linear import takes

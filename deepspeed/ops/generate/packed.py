@@ -1,20 +1,6 @@
-"""Linear layers whose weights lie in 4, 6 or 8 bits and are widened in registers: op `packed_linear`.
-
-[Note: packed layouts] The inner dim of a weight is padded to whole units of 128 columns.
-
-w8a16     a byte each: number + zero
-w4a16     64 bytes a unit, 16 words of 32 bits: column 16k + i is in bits 4k to 4k + 3 of word i
-wf6af16   96 bytes a unit: 64 with the low four bits, column j in the low half of byte j and column j + 64 in the high
-          half, then 32: bits 2q and 2q + 1 of byte j are the high two bits of column j + 32q.
-          A number has a sign, 3 bits of exponent (bias 3) and 2 of fraction, none is infinite.
-fp8       e4m3, not padded, one scale for each row
-
-So what a kernel reads of a unit is contiguous, and what it takes out of one load multiplies contiguous columns of x.
-"""
+"""Linear layers whose weights lie in 4, 6 or 8 bits and are widened in registers: op `packed_linear`."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,13 +10,11 @@ from deepspeed.errors import UsageError
 from deepspeed.ops.fp8.linear import MULTIPLE
 from deepspeed.ops.fp8.product import product
 from deepspeed.ops.fp8.quantise import round_rows
+from deepspeed.ops.generate.packed_weight import UNIT, PackedWeight
 from deepspeed.ops.model.linear import takes
 from deepspeed.ops.registry import by_triton, op, reference
 
-__all__ = ["MODES", "UNIT", "ExpertWeight", "PackedWeight", "pack", "packed_linear", "unpack"]
-
-UNIT = 128
-"""Columns that are packed together; a group is a multiple of it."""
+__all__ = ["MODES", "pack", "packed_linear", "unpack"]
 
 FEW_ROWS, MOST_ROWS = 8, 64
 """Rows up to which 8-bit floats are widened (more are rounded themselves), and up to which weights are streamed."""
@@ -41,32 +25,6 @@ MODES = (*_BITS, "fp8")
 
 _SIX = torch.tensor([m / 16 if e == 0 else (4 + m) * 2.0 ** (e - 5) for e in range(8) for m in range(4)])
 """The magnitudes of 6-bit numbers by their code: 0 to 28."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A weight [out, in] in few bits; see [Note: packed layouts]."""
-
-    mode: str
-    data: Tensor
-    """[out, bytes]"""
-    scales: Tensor
-    """[out, groups] bfloat16; of mode fp8 [out, 1] float32."""
-    zeros: Tensor | None
-    """[out, groups] uint8: the code of zero, where it is not the middle."""
-    shape: tuple[int, int]
-    group_size: int
-    """Columns of a scale; 0 for a scale of each row."""
-    symmetric: bool
-
-    def part(self, rows: slice | Tensor) -> PackedWeight:
-        """The weight of some outputs."""
-        data, zeros = self.data[rows], None if self.zeros is None else self.zeros[rows]
-        return replace(self, data=data, scales=self.scales[rows], zeros=zeros, shape=(len(data), self.shape[1]))
-
-
-ExpertWeight = Tensor | PackedWeight
-"""The weights of experts: [experts, out, in], or packed with the rows of all of them, one after the other."""
 
 
 @torch.no_grad()

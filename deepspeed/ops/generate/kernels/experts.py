@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepspeed.ops.generate.kernels.packed import form, groups_of, units
 from deepspeed.ops.generate.kernels.streaming import processors
-from deepspeed.ops.generate.packed import ExpertWeight, PackedWeight
+from deepspeed.ops.generate.packed_weight import ExpertWeight, PackedWeight
 from deepspeed.ops.model.kernels.common import KINDS, act, after_others, cdiv, next_power, overlaps
 from deepspeed.ops.precompile import launch
 

@@ -17,7 +17,7 @@ from deepspeed.ops.generate.kernels.streaming import (
     scratch,
     together,
 )
-from deepspeed.ops.generate.packed import UNIT, PackedWeight
+from deepspeed.ops.generate.packed_weight import UNIT, PackedWeight
 from deepspeed.ops.model.kernels.common import after_others, cdiv, next_power, overlaps
 from deepspeed.ops.precompile import launch
 
