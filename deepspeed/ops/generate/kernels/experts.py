@@ -60,10 +60,7 @@ def _routed(
     BYTES: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows x[pair // per_row] times a tile of their expert's weight; GATED: gate and up, else times shares.
-
-    MODE: of packed weights; 0 for others.
-    """
+    """Rows x[pair // per_row] times their expert's weight, packed if MODE > 0; GATED: gate and up, else shares."""
     after_others(PDL)
     block, first = tl.program_id(0), tl.program_id(1) * OUT
     expert = tl.load(expert_ptr + block).to(tl.int64)
