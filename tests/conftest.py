@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from deepspeed.log import logger
 
-pytest_plugins = ("tests.sampling", "tests.costs")
+pytest_plugins = ("tests.sampling", "tests.costs", "tests.kernel_compilation")
 
 # Read when Triton is imported. Without a device kernels are interpreted; with one they never are by default, because an
 # interpreted kernel that gets memory of the device ends the process.

@@ -13,7 +13,7 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.config.inference import RaggedInferenceEngineConfig, idle_keys
-from deepspeed.errors import UsageError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.generate import weights
 from deepspeed.generate.blocks import CacheGroup
 from deepspeed.generate.cache import CachePlan, PagedCache, plan_cache
@@ -26,6 +26,7 @@ from deepspeed.generate.sampler import Sampler
 from deepspeed.generate.scheduler import ScheduleLimits, Scheduler
 from deepspeed.log import log_dist
 from deepspeed.memory.streaming import WeightStream
+from deepspeed.ops.capability import E4M3, on_cuda
 from deepspeed.parallel.regions import GroupMembers
 
 _DRAFTED = 8
@@ -55,6 +56,8 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
     for line in idle_keys(config):
         log_dist(line)
     device = weights.device_here()
+    if on_cuda.holds and not E4M3.holds:
+        _refuse_eight_bits(config)
     axis = _ranks(config.tensor_parallel.tp_size)
     loaded = weights.load(source, config, dtype, device, axis, stack)
     model = loaded.model
@@ -100,6 +103,17 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
         SchemaGuides(text.vocab_size, eos),
         loaded.stream,
     )
+
+
+def _refuse_eight_bits(config: RaggedInferenceEngineConfig) -> None:
+    """An error for keys that ask for e4m3 on a device whose kernels cannot read it."""
+    given = {
+        "state_manager.kv_dtype": config.state_manager.kv_dtype,
+        "quantization.quantization_mode": config.quantization.quantization_mode,
+    }
+    for name, value in given.items():
+        if value == "fp8":
+            raise DeepSpeedConfigError(f"{name} is 'fp8', but {E4M3.verdict.reason}; use another value")
 
 
 def _ranks(size: int) -> GroupMembers | None:

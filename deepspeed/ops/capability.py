@@ -134,6 +134,10 @@ def compute_capability(major: int, minor: int = 0) -> Capability:
     return Capability(f"compute capability {major}.{minor}", probe, lasting=False)
 
 
+E4M3 = compute_capability(8, 9)
+"""Below it Triton has no code for e4m3."""
+
+
 @_fact("products of numbers with block scales", lasting=False)
 def has_block_scales() -> ProbeResult:
     if not on_cuda.holds:

@@ -221,9 +221,9 @@ def reference(op: str) -> Callable[[F], F]:
     return implements(op, name="reference", rank=0)
 
 
-def by_triton(op: str) -> Callable[[F], F]:
+def by_triton(op: str, requires: Capability = always) -> Callable[[F], F]:
     """Register the decorated function itself as the version that launches kernels of Triton."""
-    return implements(op, name="triton", requires=has_triton & on_cuda, rank=20)
+    return implements(op, name="triton", requires=has_triton & on_cuda & requires, rank=20)
 
 
 @functools.lru_cache(None)

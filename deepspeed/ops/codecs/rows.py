@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepspeed.ops.capability import E4M3
 from deepspeed.ops.codecs.formats import FORMATS, Format, Place, pack, unpack
 from deepspeed.ops.model.linear import takes
 from deepspeed.ops.registry import by_triton, op, reference
@@ -133,8 +134,10 @@ def dither(part: Tensor, seed: int, start: int) -> Tensor:
     return ((word >> 8).float() * 2.0**-24).view(part.shape)
 
 
-def _takes(block: int, values: Tensor, payload: Tensor, scales: Tensor) -> bool:
+def _takes(block: int, values: Tensor, payload: Tensor, scales: Tensor, form: str | None = None) -> bool:
     """Whether the kernels can read and write these."""
+    if form is not None and FORMATS[form].dtype is torch.float8_e4m3fn and values.is_cuda and not E4M3.holds:
+        return False
     even = 32 <= block <= 8192 and block & (block - 1) == 0
     lines = all(each.stride(-1) == 1 for each in (values, payload, scales)) and values.numel() > 0
     return even and lines and takes(values)
@@ -151,7 +154,7 @@ def encode_triton(
     scales: Tensor,
     seed: int | None = None,
 ) -> None:
-    if seed is not None or not _takes(block, values, payload, scales):
+    if seed is not None or not _takes(block, values, payload, scales, form):
         encode_reference(form, block, places, values, payload, scales, seed)
         return
     from deepspeed.ops.codecs.kernels import rows as kernels
@@ -162,7 +165,7 @@ def encode_triton(
 @by_triton("codec_sum")
 @torch.no_grad()
 def sum_triton(form: str, block: int, places: tuple[Place, ...], payload: Tensor, scales: Tensor, out: Tensor) -> None:
-    if not _takes(block, out, payload, scales) or not len(payload):
+    if not _takes(block, out, payload, scales, form) or not len(payload):
         sum_reference(form, block, places, payload, scales, out)
         return
     from deepspeed.ops.codecs.kernels import rows as kernels
