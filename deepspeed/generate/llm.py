@@ -143,11 +143,12 @@ class LLM:
                     self._readers[uids[-1]] = known
                 while len(done) < len(uids):
                     self._advance()
-                    for token in known:
-                        if token.finish_reason is not None and self._requests[token.uid].ended:
-                            done[token.uid] = self._completions(token.uid)
-                            advance()
+                    finished = {token.uid for token in known if token.finish_reason is not None}
                     known.clear()
+                    for uid in finished:
+                        if self._requests[uid].ended:
+                            done[uid] = self._completions(uid)
+                            advance()
             finally:
                 for uid in uids:
                     self.cancel(uid)

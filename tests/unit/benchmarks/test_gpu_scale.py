@@ -45,7 +45,7 @@ def test_keys_of_a_flavour():
 
 def test_what_is_measured_by_default_and_by_choice():
     keys = chosen(parser().parse_args([]))
-    assert len(keys) == 20
+    assert len(keys) == 22
     assert {(shape, world) for shape, world, _ in keys} == {("7b", 64), ("7b", 8), ("1b", 8)}
     keys = chosen(parser().parse_args(["--shapes", "7b", "--worlds", "8", "--only", "ours:3,fsdp2"]))
     assert keys == [("7b", 8, "ours:3"), ("7b", 8, "fsdp2")]

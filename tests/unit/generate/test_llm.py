@@ -136,7 +136,7 @@ def test_host_memory_of_layers_with_a_window() -> None:
 
 def test_a_seed_gives_the_same_tokens_in_any_batch(llm: LLM) -> None:
     prompts = prompts_of(4, 9, 3, 12)
-    params = [SamplingParams(max_tokens=8, seed=number, top_p=0.9, n=2) for number in range(4)]
+    params = [SamplingParams(max_tokens=8, seed=number, top_p=0.9, n=3) for number in range(4)]
     together = llm.generate(prompts, params, progress=False)
     alone = [each for one in zip(prompts, params, strict=True) for each in llm.generate(*one, progress=False)]
     assert [each.token_ids for each in together] == [each.token_ids for each in alone]
