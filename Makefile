@@ -88,8 +88,8 @@ types: venv
 	@$(BIN)/mypy
 
 unit: venv
-	@echo "==> tests: all, but of products of three or more parameters covering samples"
-	@$(BIN)/python -m pytest -n 2 --dist worksteal --pairs tests
+	@echo "==> tests: all, but of products of three or more parameters covering samples; kernels compiled for GPUs"
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --pairs --compile-kernels tests
 
 format: venv ## rewrite the sources in the project's format
 	@$(BIN)/ruff check --fix .
