@@ -16,13 +16,14 @@ import deepspeed
 from deepspeed import comm
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-4}}
-ZEROPP = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+STAGE3 = {"stage": 3, "stage3_param_persistence_threshold": 0}  # also small weights travel
+ZEROPP = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
 WAYS: dict[str, dict[str, Any]] = {
     "stage0": {"optimizer": ADAM},
     "onebit": {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": 2}}},
-    "stage3": {"optimizer": ADAM, "zero_optimization": {"stage": 3}},
-    "zeropp": {"optimizer": ADAM, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, **ZEROPP}},
-    "mics": {"optimizer": ADAM, "zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+    "stage3": {"optimizer": ADAM, "zero_optimization": STAGE3},
+    "zeropp": {"optimizer": ADAM, "zero_optimization": {**STAGE3, **ZEROPP}},
+    "mics": {"optimizer": ADAM, "zero_optimization": {**STAGE3, "mics_shard_size": 2}},
 }
 WARM_UP = 3
 
