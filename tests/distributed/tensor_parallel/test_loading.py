@@ -109,8 +109,9 @@ def test_folders_that_do_not_fit():
         start(empty, 1)
     with torch.device("meta"):
         nothing = FAMILIES["llama"]()
+        nothing.register_buffer("told_by_nobody", torch.ones(3))
     deepspeed.tp_model_init(nothing, 1, torch.float32, checkpoint=folder)
-    with pytest.raises(UsageError, match=r"the buffer .* is on the meta device"):
+    with pytest.raises(UsageError, match="the buffer told_by_nobody is on the meta device"):
         take_place(nothing)
     with pytest.raises(UsageError, match="unknown arguments folder; it takes tp_group and checkpoint"):
         deepspeed.tp_model_init(nothing, 1, torch.float32, folder=folder)
