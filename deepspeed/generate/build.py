@@ -26,7 +26,7 @@ from deepspeed.generate.sampler import Sampler
 from deepspeed.generate.scheduler import ScheduleLimits, Scheduler
 from deepspeed.log import log_dist
 from deepspeed.memory.streaming import WeightStream
-from deepspeed.ops.capability import E4M3, on_cuda
+from deepspeed.ops.capability import has_e4m3, on_cuda
 from deepspeed.parallel.regions import GroupMembers
 
 _DRAFTED = 8
@@ -56,7 +56,7 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
     for line in idle_keys(config):
         log_dist(line)
     device = weights.device_here()
-    if on_cuda.holds and not E4M3.holds:
+    if on_cuda.holds and not has_e4m3.holds:
         _refuse_eight_bits(config)
     axis = _ranks(config.tensor_parallel.tp_size)
     loaded = weights.load(source, config, dtype, device, axis, stack)
@@ -113,7 +113,7 @@ def _refuse_eight_bits(config: RaggedInferenceEngineConfig) -> None:
     }
     for name, value in given.items():
         if value == "fp8":
-            raise DeepSpeedConfigError(f"{name} is 'fp8', but {E4M3.verdict.reason}; use another value")
+            raise DeepSpeedConfigError(f"{name} is 'fp8', but {has_e4m3.verdict.reason}; use another value")
 
 
 def _ranks(size: int) -> GroupMembers | None:

@@ -134,8 +134,9 @@ def compute_capability(major: int, minor: int = 0) -> Capability:
     return Capability(f"compute capability {major}.{minor}", probe, lasting=False)
 
 
-E4M3 = compute_capability(8, 9)
-"""Below it Triton has no code for e4m3."""
+@_fact("kernels with e4m3", lasting=False)
+def has_e4m3() -> ProbeResult:
+    return compute_capability(8, 9).verdict  # below it Triton has no code for e4m3
 
 
 @_fact("products of numbers with block scales", lasting=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed.ops.capability import E4M3
+from deepspeed.ops.capability import has_e4m3
 from deepspeed.ops.codecs.formats import FORMATS, Format, Place, pack, unpack
 from deepspeed.ops.model.linear import takes
 from deepspeed.ops.registry import by_triton, op, reference
@@ -136,7 +136,7 @@ def dither(part: Tensor, seed: int, start: int) -> Tensor:
 
 def _takes(block: int, values: Tensor, payload: Tensor, scales: Tensor, form: str | None = None) -> bool:
     """Whether the kernels can read and write these."""
-    if form is not None and FORMATS[form].dtype is torch.float8_e4m3fn and values.is_cuda and not E4M3.holds:
+    if form is not None and FORMATS[form].dtype is torch.float8_e4m3fn and values.is_cuda and not has_e4m3.holds:
         return False
     even = 32 <= block <= 8192 and block & (block - 1) == 0
     lines = all(each.stride(-1) == 1 for each in (values, payload, scales)) and values.numel() > 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepspeed.ops.capability import E4M3
+from deepspeed.ops.capability import has_e4m3
 from deepspeed.ops.fp8.quantise import SIDE, SMALLEST, Form, Forms, Quantized, rounded, turns
 from deepspeed.ops.model.linear import takes_rows
 from deepspeed.ops.registry import by_triton, op, reference
@@ -74,7 +74,7 @@ def _round(x: Tensor, dtype: torch.dtype, form: Form, asked: bool) -> tuple[Tens
     return rounded(x.float() * spread(limit / largest, x.shape), dtype).contiguous(), scale
 
 
-@by_triton("fp8_groups", E4M3)
+@by_triton("fp8_groups", has_e4m3)
 @torch.no_grad()
 def round_groups_triton(
     matrices: Sequence[Tensor], dim: int, dtype: torch.dtype, forms: Forms, *, rows: bool = True, columns: bool = True

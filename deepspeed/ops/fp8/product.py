@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed.ops.capability import E4M3, has_block_scales, on_cuda
+from deepspeed.ops.capability import has_block_scales, has_e4m3, on_cuda
 from deepspeed.ops.fp8.groups import spread
 from deepspeed.ops.model.linear import takes
 from deepspeed.ops.precompile import is_placeholder
@@ -33,7 +33,7 @@ def product_reference(a: Tensor, b: Tensor, scales: Scales, dtype: torch.dtype, 
     return ((a.float() @ b.float().t()) * left * (right.t() if right.dim() else right)).to(dtype)
 
 
-@implements("fp8_product", name="scaled_mm", requires=on_cuda & E4M3, rank=20)
+@implements("fp8_product", name="scaled_mm", requires=on_cuda & has_e4m3, rank=20)
 def product_scaled(a: Tensor, b: Tensor, scales: Scales, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """By torch's products of scaled 8-bit numbers; row-wise ones give bfloat16 only."""
     if not a.is_cuda:
@@ -57,7 +57,7 @@ def group_product_reference(a: Tensor, b: Tensor, scales: Scales, dtype: torch.d
     return (left @ right.t()).to(dtype)
 
 
-@by_triton("fp8_group_product", E4M3)
+@by_triton("fp8_group_product", has_e4m3)
 def group_product_triton(a: Tensor, b: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
     if not takes(scales[0]):
         return group_product_reference(a, b, scales, dtype)

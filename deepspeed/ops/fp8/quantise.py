@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed.ops.capability import E4M3
+from deepspeed.ops.capability import has_e4m3
 from deepspeed.ops.model.linear import takes, takes_rows
 from deepspeed.ops.registry import by_triton, op, reference
 
@@ -115,7 +115,7 @@ def turns(x: Tensor) -> bool:
     return takes(x) and (x.dtype in _NARROW or x.device.type == "cpu")
 
 
-@by_triton("fp8_tensor", E4M3)
+@by_triton("fp8_tensor", has_e4m3)
 def round_tensor_triton(
     matrices: Sequence[Tensor],
     dim: int,
@@ -151,7 +151,7 @@ def round_tensor_triton(
 
 
 @torch.no_grad()
-@by_triton("fp8_rows", E4M3)
+@by_triton("fp8_rows", has_e4m3)
 def round_rows_triton(x: Tensor, dtype: torch.dtype) -> Quantized:
     if not takes_rows(x):
         return round_rows_reference(x, dtype)

@@ -16,9 +16,11 @@ import torch
 from transformers import AttentionInterface
 
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError, UsageError
+from deepspeed.generate import build
 from deepspeed.generate.llm import LLM, Token
 from deepspeed.generate.params import SamplingParams
 from deepspeed.generate.scheduler import RequestTooLarge
+from deepspeed.ops.capability import Capability, ProbeResult
 from tests.unit.generate.families import greedy_of, prompts_of, scores_of, small_cache, tiny
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0)
@@ -304,6 +306,15 @@ def test_bad_requests_leave_the_others_alone(llm: LLM, prompt: Any, params: Samp
         llm.generate([[4, 5], prompt], params, progress=False)
     assert llm.stats()["waiting"] == 1, "nothing of it is left"
     assert len(drained(llm)[uid]) == 5
+
+
+@pytest.mark.parametrize(("section", "key"), [("state_manager", "kv_dtype"), ("quantization", "quantization_mode")])
+def test_devices_without_e4m3(section: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = ProbeResult(False, "the GPU has compute capability 8.0, 8.9 is needed")
+    monkeypatch.setattr(build, "on_cuda", ProbeResult(True, ""))
+    monkeypatch.setattr(build, "has_e4m3", Capability("e4m3", lambda: old))
+    with pytest.raises(DeepSpeedConfigError, match=rf"{section}\.{key} is 'fp8', but the GPU has .* 8\.0, 8\.9 is"):
+        LLM(tiny(), {section: {key: "fp8"}})
 
 
 def test_requests_that_can_never_fit() -> None:
