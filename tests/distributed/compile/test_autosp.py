@@ -70,6 +70,21 @@ def test_shared_sequences(family, stage, backend, packed):
     assert deep.runs >= 2 * len(graphs(deep)) > 0, "forward and backward run as graphs"
 
 
+@ranks(2, compiles=True)
+def test_stage_0():
+    """Nothing is gathered there, so plain torch.compile is used."""
+    model, _ = make("llama")
+    options = {"sequence_parallel_size": 2, **momentum(**zero(0))}
+    eager = start(copy.deepcopy(model), 1, sequence_parallel={"attention": "ulysses"}, **options)
+    expected, wanted = trained(eager, packed=False)
+    engine = start(model, 1, compile={"deepcompile": True, "passes": ["autosp"]}, **options)
+    torch._dynamo.reset()
+    engine.compile(backend="eager")
+    found, values = trained(engine, packed=False)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert_close(values, wanted, 2e-5)
+
+
 def test_batches_that_cannot_be_shared():
     ids = torch.zeros(2, 8, dtype=torch.long)
     assert prepare_autosp_inputs(ids, ids)[2:] == (None, None)
