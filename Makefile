@@ -13,7 +13,7 @@ CLIENT := tests/clients tests/unit/fusion tests/unit/tensor_parallel tests/unit/
 # Else every process that a test starts compiles the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo test test-all newest projects quick lint types unit format bench docs clean
+.PHONY: help venv demo test test-all newest projects quick kernels lint types unit format bench docs clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -77,6 +77,10 @@ quick: lint types ## what to run after every change: lint, types, and the tests 
 	@echo "==> quick tests"
 	@$(BIN)/python -m pytest -n 2 --sample -m "not slow" tests/architecture tests/unit tests/docs/test_snippets.py
 
+kernels: venv ## compile for GPUs, without one, the kernels that tests interpret (5 minutes)
+	@echo "==> tests of operations, and their kernels for GPUs"
+	@$(BIN)/python -m pytest -n 2 --sample --compile-kernels tests/unit/ops
+
 lint: venv
 	@echo "==> lint, format, import contract"
 	@$(BIN)/ruff check .
@@ -88,8 +92,8 @@ types: venv
 	@$(BIN)/mypy
 
 unit: venv
-	@echo "==> tests: all, but of products of three or more parameters covering samples; kernels compiled for GPUs"
-	@$(BIN)/python -m pytest -n 2 --dist worksteal --pairs --compile-kernels tests
+	@echo "==> tests: all, but of products of three or more parameters covering samples"
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --pairs tests
 
 format: venv ## rewrite the sources in the project's format
 	@$(BIN)/ruff check --fix .
