@@ -19,12 +19,14 @@ _NOT_SERVED = {
     "function_call": "this server calls no tools",
     "functions": "this server calls no tools",
     "modalities": "this server returns text",
-    "parallel_tool_calls": "this server calls no tools",
+    "moderation": "this server moderates nothing",
     "prediction": "start the server with --draft instead",
+    "reasoning_effort": "give the variables of the model's own template in chat_template_kwargs",
     "suffix": "models that fill gaps are not served",
     "tool_calls": "this server calls no tools",
     "tool_choice": "this server calls no tools",
     "tools": "this server calls no tools",
+    "verbosity": "say in the messages how long the answer should be",
     "web_search_options": "this server searches nothing",
 }
 
@@ -45,6 +47,7 @@ class StreamOptions(_Body):
     """What a stream says beside its text."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class JsonSchemaFormat(_Body):
@@ -198,6 +201,18 @@ class ChatRequest(_SampledBody):
     logprobs: bool = False
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    # of OpenAI's service; no text depends on them
+    metadata: dict[str, str] | None = None
+    modalities: list[Literal["text"]] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] = []
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
@@ -236,7 +251,7 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> RequestRefused:
     if not first["loc"]:
         return RequestRefused(400, first["msg"].removeprefix("Value error, "))
     field = str(first["loc"][0])
-    if field not in kind.model_fields:
+    if field in _NOT_SERVED or field not in kind.model_fields:
         return RequestRefused(400, _unknown(field, tuple(kind.model_fields)), param=field, code="unknown_field")
     deepest = max((each for each in problems if each["loc"][0] == field), key=lambda each: len(each["loc"]))
     path = _path(deepest)

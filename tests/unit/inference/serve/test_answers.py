@@ -47,6 +47,34 @@ def test_a_chat(scene):
     assert seen[0][0].count(0) == 1
 
 
+def test_fields_that_change_no_text_are_taken(scene):
+    """What clients of OpenAI's service send beside what a model reads."""
+    fields = {
+        "metadata": {"run": "7"},
+        "modalities": ["text"],
+        "parallel_tool_calls": False,
+        "prompt_cache_key": "a",
+        "prompt_cache_options": {"ttl": "30m"},
+        "prompt_cache_retention": "24h",
+        "safety_identifier": "b",
+        "service_tier": "auto",
+        "store": False,
+        "stream_options": {"include_usage": True, "include_obfuscation": False},
+        "tool_choice": "none",
+        "tools": [],
+        "user": "c",
+    }
+
+    async def go():
+        async with scene() as made:
+            plain = await made.chat(HELLO, stream=True)
+            found = await made.chat(HELLO, stream=True, **fields)
+            return plain, found
+
+    plain, found = (events(answer) for answer in asyncio.run(go()))
+    assert [event["choices"] for event in found[:-1]] == [event["choices"] for event in plain]
+
+
 @pytest.mark.parametrize("path", ["completions", "chat"])
 @pytest.mark.parametrize("prompt", ["größer als zwölf 🦊 Häuser", "the quick brown fox"])
 @pytest.mark.parametrize("extra", [{}, {"n": 3}, {"stop": ["fox", "als zw"]}, {"logprobs": True}])
