@@ -27,6 +27,9 @@ class GraphPool:
     def __len__(self) -> int:
         return len(self._held)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._held
+
     def run(self, key: Hashable, call: Callable[[], Any]) -> Any:
         """Replay what `call` did at this key, or capture it; returns the tensors that the graph writes."""
         found = self._held.get(key)
@@ -74,41 +77,53 @@ class GraphedModule:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         key = self._key(leaves, tree)
         device = get_accelerator().device_name()
-        on_device = all(tensor.device.type == device for tensor in tensors) and device != "cpu"
-        if key is None or not on_device or self._refused is not None or torch.is_grad_enabled():
+        on_device = all(tensor.device.type == device for tensor in tensors)
+        # autocast drops the weights that it cast when it ends, and a graph would read them afterwards
+        eager = self._refused is not None or torch.is_grad_enabled() or torch.is_autocast_enabled(device)
+        if key is None or not on_device or eager:
             return forward(*args, **kwargs)
-        held = self._inputs.setdefault(key, [tensor.clone() for tensor in tensors])
-        for static, tensor in zip(held, tensors, strict=True):
-            static.copy_(tensor, non_blocking=True)
-        replaced = iter(held)
-        given = [next(replaced) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        own_args, own_kwargs = tree_unflatten(given, tree)
         try:
-            result = self._pool.run(key, lambda: forward(*own_args, **own_kwargs))
+            result = self._replayed(key, forward, leaves, tree)
         except RuntimeError as error:
+            found = forward(*args, **kwargs)  # fails, too, if the inputs are wrong
             self._refused = str(error)
             self.clear()
             logger.warning(
                 "%s cannot be captured in a graph and runs without: %.200s", type(self._module).__name__, error
             )
-            return forward(*args, **kwargs)
+            return found
         flat, shape = tree_flatten(result)
         return tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in flat], shape)
+
+    @torch.inference_mode(False)  # what is kept is written to later, in whatever mode that is
+    @torch.no_grad()
+    def _replayed(self, key: Hashable, forward: Callable[..., Any], leaves: list[Any], tree: Any) -> Any:
+        """The tensors that the graph of this key writes."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if key not in self._pool:
+            self._inputs = {each: held for each, held in self._inputs.items() if each in self._pool}
+            self._inputs[key] = [tensor.clone() for tensor in tensors]
+        held = self._inputs[key]
+        for static, tensor in zip(held, tensors, strict=True):
+            static.copy_(tensor, non_blocking=True)
+        replaced = iter(held)
+        given = [next(replaced) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(given, tree)
+        return self._pool.run(key, lambda: forward(*args, **kwargs))
 
     def clear(self) -> None:
         """Drop all graphs."""
         self._pool.clear()
         self._inputs.clear()
 
-    @staticmethod
-    def _key(leaves: list[Any], tree: Any) -> Hashable | None:
+    def _key(self, leaves: list[Any], tree: Any) -> Hashable | None:
         """Shapes of tensors and values of all else; None where something has no value to compare."""
-        parts: list[Hashable] = [str(tree)]
+        parts: list[Hashable] = [str(tree), self._module.training]
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 parts.append((leaf.shape, leaf.dtype, leaf.device))
             elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device)):
-                parts.append(leaf)
+                parts.append((type(leaf), leaf))
             else:
                 return None
         return tuple(parts)
