@@ -134,6 +134,7 @@ class _OfModel(CheckpointEngineBase):
 class InferenceEngineV2:
     """Logits of the last token that was put of each sequence; sequences live until `flush`."""
 
+    @torch.inference_mode(False)  # what it keeps is written to later, in whatever mode that is
     def __init__(
         self, policy: InferenceV2Policy, engine_config: RaggedInferenceEngineConfig | Mapping[str, Any] | None = None
     ) -> None:
@@ -161,6 +162,7 @@ class InferenceEngineV2:
         """The model, as this rank holds it."""
         return self._parts.model
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def put(self, batch_uids: Iterable[int], batch_tokens: Iterable[Tensor], do_checks: bool = True) -> Tensor:
         """Compute tokens of sequences: logits [sequences, vocabulary] after the last one of each."""
@@ -183,12 +185,11 @@ class InferenceEngineV2:
                 sequence = self._sequences[uid] = CachedSequence(uid, [], SamplingParams())
                 self._blocks.claim(sequence, 0)
             start = sequence.computed
-            sequence.tokens += tokens
-            reach = self._blocks.grow(sequence, start, start + len(tokens))
-            if reach < start + len(tokens):
-                del sequence.tokens[start:]
+            if self._blocks.grow(sequence, start, start + len(tokens)) < start + len(tokens):
                 raise SchedulingError(SchedulingResult.KVCacheLimitExceeded)
             work.append(ScheduledWork(sequence, start, len(tokens), True))
+        for each, tokens in zip(work, given, strict=True):  # all have room
+            each.sequence.tokens += tokens
         self._blocks.end_step()
         last, wanted = -1, []
         for each in work:

@@ -86,6 +86,22 @@ def test_what_can_be_scheduled(engine):
     assert can([3], [32]) is result.Success
 
 
+def test_a_batch_without_room_changes_no_sequence(engine):
+    engine.put([1], [ids(90)])
+    with pytest.raises(SchedulingError, match="KVCacheLimitExceeded"):
+        engine.put([1, 2], [ids(4), ids(190)], do_checks=False)
+    engine.flush(2)
+    torch.testing.assert_close(engine.put([1], [ids(3) + 1])[0], last(torch.cat((ids(90), ids(3) + 1))))
+
+
+def test_inference_mode_may_come_and_go(folder):
+    with torch.inference_mode():
+        engine = build_hf_engine(folder, {"state_manager": MANAGER})
+        engine.put([1], [ids(9)])
+    torch.testing.assert_close(engine.put([1], [ids(3)])[0], last(torch.cat((ids(9), ids(3)))))
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("uids", "tokens", "message"),
     [
