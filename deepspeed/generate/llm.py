@@ -127,7 +127,8 @@ class LLM:
     ) -> list[Completion]:
         """Continue all prompts; completions come in the order of the prompts, those of one prompt by index."""
         listed = _listed(prompts)
-        each = [params] * len(listed) if params is None or isinstance(params, SamplingParams) else list(params)
+        several = isinstance(params, Iterable) and not isinstance(params, (str, Mapping))
+        each = list(params) if several else [_params(params)] * len(listed)  # type: ignore[arg-type]
         if len(each) != len(listed):
             raise UsageError(f"{len(each)} SamplingParams were given for {len(listed)} prompts; give one, or one each")
         checked = [(self._tokens_of(prompt), _params(one)) for prompt, one in zip(listed, each, strict=True)]
@@ -160,7 +161,7 @@ class LLM:
         uid = self.submit(prompt, params)
         known = self._readers[uid] = deque()
         try:
-            while known or ((request := self._requests.get(uid)) is not None and not request.ended):
+            while known or (self._open and (request := self._requests.get(uid)) is not None and not request.ended):
                 if not known:
                     self._advance()
                 while known:

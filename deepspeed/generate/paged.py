@@ -157,8 +157,7 @@ class PagedGenerate:
             raise _Unsuited("a streamer takes one sequence")
         if count > 1 and not config.do_sample:
             raise _Unsuited("several sequences of one prompt without sampling")
-        ends = config.eos_token_id
-        ends = [] if ends is None else [int(ends)] if isinstance(ends, int) else [int(end) for end in ends]
+        ends = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).flatten().tolist()
         pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
         mask = given.get("attention_mask")
         if mask is None and config.pad_token_id is not None and config.pad_token_id not in ends:
@@ -171,6 +170,7 @@ class PagedGenerate:
                 f"{length} + {new} tokens are more than max_out_tokens ({self._config.max_out_tokens}), for which the "
                 "cache is made"
             )
+        text = self._model.config.get_text_config()  # type: ignore[union-attr,operator]
         most = self._positions()
         if most is not None and length + new > most:
             raise _Unsuited(f"{length} + {new} tokens are more than the {most} positions of the model")
@@ -186,7 +186,7 @@ class PagedGenerate:
                 top_p=_or(config.top_p, 1.0) if sampled else 1.0,
                 min_p=_or(config.min_p, 0.0) if sampled else 0.0,
                 repetition_penalty=_or(config.repetition_penalty, 1.0),
-                stop_token_ids=tuple(ends),
+                stop_token_ids=tuple(end for end in ends if end < text.vocab_size),  # others never come
                 ignore_eos=True,
             )
         except UsageError as error:
@@ -228,7 +228,8 @@ class PagedGenerate:
         else:
             found = [one.token_ids for one in self._completions(call)]
         longest = max(map(len, found))
-        out = call.ids.new_full((len(found), call.ids.shape[1] + longest), call.pad)
+        shape = len(found), call.ids.shape[1] + longest
+        out = call.ids.new_full(shape, call.pad, dtype=torch.int64)  # whatever the prompt's
         out[:, : call.ids.shape[1]] = call.ids.repeat_interleave(call.params.n, 0)
         for row, tokens in zip(out[:, call.ids.shape[1] :], found, strict=True):
             row[: len(tokens)] = torch.tensor(tokens, dtype=out.dtype)

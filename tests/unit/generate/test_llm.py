@@ -365,9 +365,14 @@ def test_models_that_cannot_be_served() -> None:
 
 def test_closed() -> None:
     llm = LLM(tiny(), small_cache())
+    stream = llm.stream([3], GREEDY)
+    next(stream)
+    llm.close()
     llm.close()
     with pytest.raises(UsageError, match="closed"):
         llm.submit([3])
+    with pytest.raises(UsageError, match="closed"):
+        next(stream)  # which is not at its end
 
 
 def test_arguments_of_other_kinds(llm: LLM) -> None:
@@ -378,7 +383,8 @@ def test_arguments_of_other_kinds(llm: LLM) -> None:
         ([0.5], GREEDY, r"found \[0.5\]"),
         (None, GREEDY, "found None"),
         ({"prompt": 1}, GREEDY, "prompts are texts, or lists of token ids"),
-        ([[3]], {"max_tokens": 2}, "params are 'max_tokens'; they must be SamplingParams"),
+        ([[3]], {"max_tokens": 2}, "params are {'max_tokens': 2}; they must be SamplingParams"),
+        ([[3]], 3, "params are 3"),
         ([[3]], [{"max_tokens": 2}], "params are {'max_tokens': 2}"),
     ]
     for prompts, params, expected in wrong:
@@ -388,6 +394,9 @@ def test_arguments_of_other_kinds(llm: LLM) -> None:
         llm.submit([3], GREEDY, priority="high")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"update_weights: model.norm.weight is list"):
         llm.update_weights({"model.norm.weight": [1.0]})  # type: ignore[dict-item]
+    for items, found in ((3, "found 3"), ([1, 2], "found 1"), ("ab", "found 'a'"), (torch.ones(2), "found tensor")):
+        with pytest.raises(UsageError, match=f"update_weights: {found}"):
+            llm.update_weights(items)  # type: ignore[arg-type]
     expected_ids = [each.token_ids for each in llm.generate([[3, 4], [5, 6]], GREEDY, progress=False)]
     for same in (torch.tensor([[3, 4], [5, 6]]), np.array([[3, 4], [5, 6]]), [torch.tensor([3, 4]), [5, 6]]):
         assert [each.token_ids for each in llm.generate(same, GREEDY, progress=False)] == expected_ids

@@ -31,6 +31,9 @@ def pair():
         {"max_new_tokens": 30, "eos_token_id": [5, 7, 9, 11, 100, 34]},
         {"min_new_tokens": 25, "max_new_tokens": 30, "eos_token_id": [5, 7, 9, 11, 100, 34]},
         {"max_new_tokens": 40, "eos_token_id": None},
+        {"max_new_tokens": 40, "eos_token_id": torch.tensor(34), "pad_token_id": 3},
+        {"max_new_tokens": 10, "eos_token_id": 1000, "pad_token_id": 3},
+        {"max_new_tokens": 10, "input_ids": PROMPTS.int()},
         {"generation_config": GenerationConfig(max_new_tokens=40)},
         {"generation_config": GenerationConfig(max_length=20, pad_token_id=77)},
     ],
@@ -40,8 +43,10 @@ def test_greedy(pair, options):
     engine, plain = pair
     for each in (engine.module, plain):
         each.generation_config.eos_token_id = 86
-    found = engine.generate(input_ids=PROMPTS, attention_mask=MASK, **options)
-    assert torch.equal(found, plain.generate(input_ids=PROMPTS, attention_mask=MASK, **options))
+    given = {"input_ids": PROMPTS, "attention_mask": MASK, **options}
+    found, expected = engine.generate(**given), plain.generate(**given)
+    assert torch.equal(found, expected)
+    assert found.dtype == expected.dtype
     assert engine._paged._llm is not None
 
 
