@@ -11,12 +11,14 @@ from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
+from annotated_types import MultipleOf
 from pydantic import BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
 
 from deepspeed.config.clean import ConfigProblem, clean
 from deepspeed.config.memory import Bytes, MemoryConfig
 from deepspeed.config.model import (
     ConfigModel,
+    Count,
     Lower,
     NoEffect,
     Patterns,
@@ -43,6 +45,7 @@ __all__ = [
     "DeepSpeedTPConfig",
     "DtypeEnum",
     "InferenceCheckpointConfig",
+    "LayerQuantConfig",
     "MoETypeEnum",
     "QKVQuantConfig",
     "QuantTypeEnum",
@@ -282,7 +285,21 @@ class DeepSpeedTPConfig(InferenceSection):
     tp_size: PositiveCount = key(1, "Number of ranks that share every layer.")
     tp_grain_size: PositiveCount = no_effect(64, "layers are cut between heads, and feed-forward layers evenly")
     mpu: Any = key(None, "An object with get_model_parallel_group(), as Megatron has; it says the ranks.")
-    tp_group: Any = key(None, "The process group of the ranks.")
+    tp_group: Any = key(None, "The process group of the ranks; it says their number, where tp_size does not.")
+
+    @field_validator("mpu", mode="after")
+    @classmethod
+    def _says_its_ranks(cls, value: Any) -> Any:
+        if value is not None and not callable(getattr(value, "get_model_parallel_group", None)):
+            raise ValueError(f"expected an object with get_model_parallel_group(), found {value!r}")
+        return value
+
+    @field_validator("tp_group", mode="after")
+    @classmethod
+    def _has_ranks(cls, value: Any) -> Any:
+        if value is not None and not callable(getattr(value, "size", None)):
+            raise ValueError(f"expected a process group, found {value!r}")
+        return value
 
 
 class DeepSpeedMoEConfig(InferenceSection):
@@ -310,12 +327,21 @@ class BaseQuantConfig(InferenceSection):
     q_groups: PositiveCount = key(1, "Number of groups of a row; those of weights have a multiple of 128 numbers.")
 
 
+class LayerQuantConfig(InferenceSection):
+    """How the weights of some layers are held."""
+
+    num_bits: Literal[4, 8] = key(8, "Width of the integers.")
+    group_size: Annotated[Count, MultipleOf(128)] = key(0, "Values of a row that share a scale; 0: all of them.")
+    group_dim: Literal[1] = key(1, "The dim along which they are neighbours.")
+    symmetric: bool = key(False, "Whether a group has a scale alone, or a zero point too.")
+
+
 class WeightQuantConfig(BaseQuantConfig):
     """How weights are held."""
 
     quantized_initialization: dict[str, Any] = no_effect({}, "weight_quantization of a training's config has it")
-    post_init_quant: dict[str, Any] = key(
-        {}, "Parts of module names → num_bits, group_size and symmetric of the weights of these modules."
+    post_init_quant: dict[str, LayerQuantConfig] = key(
+        {}, "Parts of module names → how the weights of these modules are held."
     )
 
 
@@ -440,6 +466,8 @@ class DeepSpeedInferenceConfig(InferenceSection):
                 raise ValueError(
                     f"injection_policy maps classes of layers to names; {block!r} is no class of nn.Module"
                 )
+            if not isinstance(names, (str, list, tuple, set, type)):
+                raise ValueError(f"{block.__name__}: expected names of linear layers, found {names!r}")
             if isinstance(names, type) and not isinstance(getattr(names, "rows", None), tuple):
                 raise ValueError(
                     f"injection_policy: {names.__name__} is a policy class of DeepSpeed; give the names of the "
@@ -453,6 +481,11 @@ class DeepSpeedInferenceConfig(InferenceSection):
             raise ValueError(
                 "injection_policy says by names how layers are split, replace_with_kernel_inject finds modules by "
                 "itself; give one of them"
+            )
+        if self.ragged is not None and self.ragged.tensor_parallel.tp_size > 1:
+            raise ValueError(
+                f"ragged.tensor_parallel.tp_size is {self.ragged.tensor_parallel.tp_size}; of this config, "
+                "tensor_parallel.tp_size says how many ranks share every layer"
             )
         if self.min_out_tokens > self.max_out_tokens:
             raise ValueError(f"min_out_tokens ({self.min_out_tokens}) is above max_out_tokens ({self.max_out_tokens})")

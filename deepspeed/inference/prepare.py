@@ -78,6 +78,10 @@ def prepare(model: nn.Module, config: DeepSpeedInferenceConfig, stack: ExitStack
         empty = take_place(model)
     _split(model, config, section, made, layout)
     packed = ModelPacking(model, *packings(config))
+    for part in config.quant.weight.post_init_quant:
+        if not any(part in name for name, _ in model.named_modules()):
+            path = f"quant.weight.post_init_quant.{part}"
+            raise DeepSpeedConfigError(f"{path}: no module of the model has this in its name", path=path)
 
     def ready(unit: StreamUnit) -> None:
         own = {each: empty.pop(each) for each in unit.tensors() if isinstance(each, nn.Parameter) and each in empty}
@@ -154,15 +158,15 @@ def _ranks(config: DeepSpeedInferenceConfig, stack: ExitStack) -> tuple[Parallel
     """The layout and the ranks that share layers, as far as there are any."""
     section = config.tensor_parallel
     experts = config.moe.ep_size if config.moe.enabled else 1
-    group = section.tp_group
+    group = section.tp_group if section.enabled else None
     if section.mpu is not None:
         group = section.mpu.get_model_parallel_group()
     if config.ranks < 2 and experts < 2 and group is None:
         return None, None
     comm.init_distributed()
-    if group is not None and (section.mpu is not None or config.ranks > 1):
+    if group is not None:
         members = GroupMembers(group)
-        if section.mpu is None and members.size != config.ranks:
+        if section.mpu is None and "tp_size" in section.model_fields_set and members.size != config.ranks:
             raise UsageError(
                 f"tensor_parallel.tp_size is {config.ranks}, but tp_group has {members.size} ranks; let them agree"
             )
@@ -237,7 +241,10 @@ def _split(
                 "tensor_parallel": {"autotp_size": config.ranks},
             }
         )
-        spread_blocks(schema, model, layout, lambda *_: nullcontext())
+        try:
+            spread_blocks(schema, model, layout, lambda *_: nullcontext())
+        except DeepSpeedConfigError as error:  # which names the keys of a training
+            raise DeepSpeedConfigError(f"moe.ep_size is {config.moe.ep_size}: {error}", path="moe.ep_size") from error
     if made.axis is None:
         return
     plan = split(model, made.axis, section, required=False, element_size=made.dtype.itemsize)
@@ -295,10 +302,7 @@ def packings(config: DeepSpeedInferenceConfig) -> tuple[WeightPacking | None, di
         packing = WeightPacking(mode, size, symmetric, exclude, rounded, quant.weight.q_groups)
     own = {
         part: WeightPacking(
-            "w4a16" if int(how.get("num_bits", 8)) == 4 else "w8a16",
-            int(how.get("group_size", 0)),
-            bool(how.get("symmetric", False)),
-            rounded_input=rounded,
+            "w4a16" if how.num_bits == 4 else "w8a16", how.group_size, how.symmetric, rounded_input=rounded
         )
         for part, how in quant.weight.post_init_quant.items()
     }

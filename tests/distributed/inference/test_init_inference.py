@@ -27,6 +27,7 @@ def test_ways_to_share_layers():
     ways = (
         ({"mp_size": 2}, 1e-5),
         ({"tensor_parallel": {"tp_size": 2, "tp_group": dist.group.WORLD}}, 1e-5),
+        ({"tensor_parallel": {"tp_group": dist.group.WORLD}}, 1e-5),
         ({"mp_size": 2, "injection_policy": {block: ("self_attn.o_proj", "mlp.down_proj")}}, 1e-5),
         ({"mp_size": 2, "replace_with_kernel_inject": True}, 1e-5),
         ({"mp_size": 2, "quant": {"weight": {"num_bits": 8}}}, 0.02),

@@ -62,7 +62,14 @@ def test_arguments_over_a_config():
         ({"injection_policy": {3: "a"}}, "3 is no class"),
         ({"injection_policy": {nn.Linear: nn.Linear}}, "give the names of the linear layers"),
         ({"injection_policy": {nn.Linear: ("a",)}, "kernel_inject": True}, "give one of them"),
+        ({"injection_policy": {nn.Linear: 3}}, "expected names of linear layers, found 3"),
         ({"quant": {"weight": {"num_bits": 3}}}, "quant.weight.num_bits"),
+        ({"quant": {"weight": {"post_init_quant": {"mlp": {"num_bits": 5}}}}}, "post_init_quant.mlp.num_bits"),
+        ({"quant": {"weight": {"post_init_quant": {"mlp": {"bits": 4}}}}}, "post_init_quant.mlp.bits"),
+        ({"quant": {"weight": {"post_init_quant": {"mlp": {"group_size": 32}}}}}, "a multiple of 128"),
+        ({"mpu": 3}, r"tensor_parallel.mpu: expected an object with get_model_parallel_group\(\), found 3"),
+        ({"tp": {"tp_group": "x"}}, "tensor_parallel.tp_group: expected a process group, found 'x'"),
+        ({"ragged": {"tp": {"tp_size": 2}}}, "ragged.tensor_parallel.tp_size is 2; of this config"),
     ],
 )
 def test_what_is_wrong(keys, message):

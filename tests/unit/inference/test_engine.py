@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import init_empty_weights
 from deepspeed.model_implementations import DeepSpeedTransformerInference
 from deepspeed.module_inject import replace_transformer_layer
@@ -212,6 +213,8 @@ def empty():
 def test_weights_that_cannot_stream(keys, message):
     with pytest.raises(DeepSpeedConfigError, match=message):
         deepspeed.init_inference(llama(), dtype="fp32", **keys)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def test_what_cannot_be():
@@ -254,6 +257,20 @@ def test_what_quant_says(quant, scales, kept):
     }
     assert held.get("down_proj", 0) == scales
     assert not held.keys() & set(kept)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"quant": {"weight": {"post_init_quant": {"dwn": {}}}}}, "post_init_quant.dwn: no module of the model has"),
+        ({"moe": {"ep_size": 2}}, "moe.ep_size is 2: "),
+    ],
+)
+def test_what_does_not_suit_the_model(keys, message):
+    with pytest.raises(DeepSpeedConfigError, match=message):
+        deepspeed.init_inference(llama(), dtype="fp32", **keys)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def test_a_model_on_the_meta_device(tmp_path):
