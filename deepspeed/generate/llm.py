@@ -350,7 +350,7 @@ class LLM:
             raise UsageError("this LLM sleeps. Call wake() before update_weights(): its weights are not on the device")
         self._drain()
         try:
-            return weights.update(parts.model, items, parts.axis)
+            return weights.update(parts.model, _weights(items), parts.axis)
         finally:  # some may be replaced when one is refused
             parts.loop.reset()
 
@@ -430,6 +430,17 @@ def _items(value: Any) -> list[Any]:
     if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
         raise UsageError(f"prompts are texts, or lists of token ids; found {printable(repr(value), 100)}")
     return list(value)
+
+
+def _weights(items: weights.WeightItems) -> Iterator[tuple[str, Tensor] | Mapping[str, Tensor]]:
+    for item in [items] if isinstance(items, Mapping) or not isinstance(items, Iterable) else items:
+        pair = isinstance(item, Sequence) and len(item) == 2 and isinstance(item[0], str)
+        if not (pair or isinstance(item, Mapping)):
+            raise UsageError(
+                f"update_weights: found {printable(repr(item), 100)}; it takes a mapping from names to tensors, pairs "
+                "of both, or several mappings"
+            )
+        yield item
 
 
 def _params(given: object) -> SamplingParams:

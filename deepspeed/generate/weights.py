@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.pretrained import Empty, fill, stored_as, take_place, values_from
 from deepspeed.config.inference import RaggedInferenceEngineConfig, RaggedQuantizationConfig
 from deepspeed.config.parallel import TPTrainingConfig
-from deepspeed.errors import CheckpointError, UsageError, printable
+from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.fusion.build import FusionFinding, find, lines, put
 from deepspeed.fusion.experts import find_experts
 from deepspeed.fusion.packed_linear import PackedProduct, PackedStack, WeightPacking, pack_layers, packed_parameters
@@ -255,16 +255,11 @@ def update(model: nn.Module, items: WeightItems, axis: RankGroup | None) -> int:
     """Replace values by whole tensors of Transformers' names, this rank's part of each; returns how many parameters."""
     count = 0
     pairs: dict[str, Tensor] = {}
-    for item in [items] if isinstance(items, Mapping) or not isinstance(items, Iterable) else items:
+    for item in [items] if isinstance(items, Mapping) else items:
         if isinstance(item, Mapping):
             count += _replace(model, item, axis)
-        elif isinstance(item, Sequence) and len(item) == 2 and isinstance(item[0], str):
-            pairs[item[0]] = item[1]
         else:
-            raise UsageError(
-                f"update_weights: found {printable(repr(item), 100)}; it takes a mapping from names to tensors, pairs "
-                "of both, or several mappings"
-            )
+            pairs[item[0]] = item[1]
     return count + (_replace(model, pairs, axis) if pairs else 0)
 
 
