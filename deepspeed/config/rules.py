@@ -295,6 +295,9 @@ def _verify(config: Schema) -> Iterator[str]:
         yield "verify.action: 'save' records the step, but verify.replay names no folder; give one, or use 'stop'"
 
 
+_MOVED = ("offload_activation", "offload_opt_states", "offload_parameters")
+
+
 def _deep_compile(config: Schema) -> Iterator[str]:
     if not config.compile.deepcompile:
         return
@@ -332,6 +335,9 @@ def _deep_compile(config: Schema) -> Iterator[str]:
                 f"compile.passes: {name} compiles {what} that ranks share, but {key} is {size}; set it to 2 or more, "
                 f"or leave {name} out"
             )
+    moved = [f"compile.{name}" for name in _MOVED if getattr(config.compile, name)]
+    if len(moved) > 1:
+        yield f"{' and '.join(moved)}: only one of these keys may be true; a schedule of engine.compile combines passes"
     if config.compile.offload_parameters and not zero.offloads_parameters:
         yield (
             "compile.offload_parameters: only parameters that ranks share can wait in host memory; set "

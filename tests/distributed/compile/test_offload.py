@@ -20,9 +20,9 @@ def keys(*names, **more):
     return {"compile": {"deepcompile": True, **dict.fromkeys(names, True)}, **more}
 
 
-def watched(seen, found, backend):
+def watched(seen, found, **options):
     """Note in each forward and backward what is away at most; it is all back when a step ends."""
-    compiles = compiled(seen, backend=backend)
+    compiles = compiled(seen, **options)
 
     def each(step, engine):
         compiles(step, engine)
@@ -46,12 +46,13 @@ def watched(seen, found, backend):
 @ranks(2, compiles=True)
 def test_states_and_activations():
     """With a limit of one byte every saved activation but the last one leaves."""
-    everything = keys("offload_opt_states", "offload_activation", gradient_accumulation_steps=2)
-    for stage, config, backend in ((1, keys("offload_opt_states"), "eager"), (3, everything, "inductor")):
+    activations = keys("offload_activation", gradient_accumulation_steps=2)
+    both = {"backend": "inductor", "schedule": [(0, ["zero3_compile", "prefetch", "offload_adam_states"])]}
+    for stage, config, options in ((1, keys("offload_opt_states"), {}), (3, activations, both)):
         plain = {name: value for name, value in config.items() if name != "compile"}
         expected, seen, found = run(Primes, stage, config=plain), [], {}
         with mock.patch.object(PassLimits.__init__, "__defaults__", (1,)):
-            assert_same_training(run(Primes, stage, config=config, each=watched(seen, found, backend)), expected)
+            assert_same_training(run(Primes, stage, config=config, each=watched(seen, found, **options)), expected)
         assert found["states"] > 0
         first = next(place for place, (_, _, away) in enumerate(found["rooms"]) if away)
         later = found["rooms"][first:]  # the first step makes the states

@@ -29,6 +29,19 @@ CASES = [
         {"compile": {**DEEP, "offload_parameters": True}, **zero(3, offload_param={"device": "cpu"})},
     ),
     (
+        {"compile": {**DEEP, "offload_opt_states": True, "offload_activation": True}, **zero(3)},
+        "compile.offload_activation and compile.offload_opt_states: only one",
+        {"compile": {**DEEP, "offload_activation": True}, **zero(3)},
+    ),
+    (
+        {
+            "compile": {**DEEP, "offload_opt_states": True, "offload_parameters": True},
+            **zero(3, offload_param={"device": "cpu"}),
+        },
+        "compile.offload_opt_states and compile.offload_parameters: only one",
+        {"compile": {**DEEP, "offload_opt_states": True}, **zero(3, offload_param={"device": "cpu"})},
+    ),
+    (
         {"compile": {**DEEP, "passes": ["autotp"]}},
         "compile.passes: autotp compiles layers that ranks share",
         {"compile": {**DEEP, "passes": ["autotp"]}, "tensor_parallel": {"autotp_size": 2}},
