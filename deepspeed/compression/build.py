@@ -21,6 +21,7 @@ from deepspeed.config.compression import (
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.parallel import ParallelLayout
+from deepspeed.transformers.replacement import whole_shape
 
 __all__ = ["compression_of_engine", "require_trained", "watch_curvature"]
 
@@ -32,6 +33,7 @@ def compression_of_engine(
 
     What `init_compression` has not done is done now. In a model that is not `whole`, patterns may find nothing.
     """
+    _require_masks(module)
     section = _section(schema)
     on = techniques_of(section)
     if not on:
@@ -47,6 +49,19 @@ def compression_of_engine(
     left = {name: type(each)() for name, each in on.items() if name in done}
     compress(module, section.model_copy(update=left), mpu, partly=not whole)
     return compression_scheduler(module, section)
+
+
+def _require_masks(module: nn.Module) -> None:
+    """Refuse what torch.nn.utils.prune made of a parameter that was in shards: a mask without elements."""
+    for path, layer in module.named_modules():
+        for name, mask in layer.named_buffers(recurse=False):
+            pruned = layer._parameters.get(f"{name.removesuffix('_mask')}_orig")
+            if pruned is not None and not mask.numel() and 0 not in whole_shape(pruned):
+                raise UsageError(
+                    f"{path}.{name} has no elements, but its parameter has the shape {whole_shape(pruned)}: "
+                    "torch.nn.utils.prune was called while the parameter was sharded. Prune inside of "
+                    "deepspeed.zero.GatheredParameters([parameter])"
+                )
 
 
 def watch_curvature(

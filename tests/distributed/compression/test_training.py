@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.nn.utils import prune
 
 import deepspeed
 from deepspeed.compression.basic_layer import compression_of
@@ -215,6 +216,27 @@ def test_eigenvalues_are_refused_where_they_cannot_be_computed():
     with pytest.raises(UsageError, match=r"cannot be differentiated twice.*Use attention in plain operations"):
         engine.backward(engine(torch.ones(2, 3)))
     engine.destroy()
+
+
+@ranks(2)
+def test_masks_of_torch_need_whole_weights():
+    """`torch.nn.utils.prune` works inside of GatheredParameters, and what it made elsewhere is refused."""
+    expected, losses = make(Tiny), []
+    prune.l1_unstructured(expected.down, "weight", 0.5)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    for batch in batches(STEPS, 4):
+        losses.append(expected(*batch))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}}):
+        found, refused = make(Tiny), make(Tiny)
+    with deepspeed.zero.GatheredParameters([found.down.weight]):
+        prune.l1_unstructured(found.down, "weight", 0.5)
+    prune.l1_unstructured(refused.down, "weight", 0.5)
+    with pytest.raises(UsageError, match=r"down\.weight_mask has no elements.*\(8, 24\).*GatheredParameters"):
+        build(3, refused)
+    assert train(build(3, found)) == pytest.approx([loss.item() for loss in losses], rel=1e-4)
 
 
 def resumes_bit_equal(stage, saved, end, **sections):
