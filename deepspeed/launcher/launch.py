@@ -3,15 +3,19 @@
 Exit status: 0 if every rank ended with 0; else that of the rank that failed first, 128 + s if signal s killed it;
 128 + s if signal s was sent to the launcher and not every rank ended with 0; 127 if a rank could not be started;
 2 for a mistake found before anything was started.
+
+Over ssh the job comes through stdin (`--job_from_stdin`, and no other option), so that neither its environment nor its
+arguments pass a shell or are seen in the list of processes. What comes afterwards is read by `supervise`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,7 +25,16 @@ from deepspeed.launcher.binding import Binding, bind, usable_cores
 from deepspeed.launcher.errors import LaunchError, run_program
 from deepspeed.launcher.hosts import Slots, decode_world_info
 from deepspeed.launcher.ports import DEFAULT_PORT, claim_port
-from deepspeed.launcher.protocol import RELAY_VARIABLE, NodePlacement, NodePlan, RankPlan, labels_only, log_files
+from deepspeed.launcher.protocol import (
+    RELAY_VARIABLE,
+    NodePlacement,
+    NodePlan,
+    RankPlan,
+    framed,
+    labels_only,
+    log_files,
+    receive,
+)
 from deepspeed.launcher.supervise import pid_file, supervise
 from deepspeed.log import logger, set_log_level_from_string
 
@@ -56,7 +69,28 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the ranks of this node; a status other than 0 ends the process with it."""
-    run_program("deepspeed.launcher.launch", lambda: run(parse_args(args)))
+    words = sys.argv[1:] if args is None else list(args)
+    job = _job_from_stdin if words == [_FROM_STDIN] else lambda: words
+    run_program("deepspeed.launcher.launch", lambda: run(parse_args(job())))
+
+
+_FROM_STDIN = "--job_from_stdin"
+FAR_END = ("-u", "-m", "deepspeed.launcher.launch", _FROM_STDIN)
+"""What an interpreter is started with to read a job, on another host or below a relay."""
+
+
+def job_bytes(arguments: Sequence[str], environment: Mapping[str, str]) -> bytes:
+    """What is written to the far end: options of the per-node launcher, and variables to set."""
+    return framed(json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode())
+
+
+def _job_from_stdin() -> list[str]:
+    text = receive(sys.stdin.fileno())
+    if not text:
+        raise LaunchError(f"no job came through stdin; {_FROM_STDIN} is for the deepspeed command, over ssh")
+    wanted = json.loads(text)
+    os.environ.update(wanted["environment"])
+    return list(wanted["arguments"])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.launcher import remote
 from deepspeed.launcher.arguments import node_words
 from deepspeed.launcher.binding import bind
 from deepspeed.launcher.environment import ENVIRONMENT_FILE, ENVIRONMENT_FOLDERS, exported, looks_secret
 from deepspeed.launcher.errors import LaunchError, option_words
 from deepspeed.launcher.hosts import Slots, encode_world_info
+from deepspeed.launcher.launch import FAR_END, job_bytes
 from deepspeed.launcher.protocol import RELAY_VARIABLE, Link, RelayPlan, RelaySetting, new_token
 from deepspeed.launcher.supervise import pid_file, supervise
 from deepspeed.log import logger
@@ -79,8 +79,8 @@ def run_here(args: argparse.Namespace, active: Slots, words: Sequence[str]) -> i
     relayed = RelaySetting(new_token(), labels=True)
     link = Link(
         host="",
-        command=[sys.executable, "-u", "-m", "deepspeed.launcher.remote"],
-        opening=remote.job(words, {RELAY_VARIABLE: str(relayed)}),
+        command=[sys.executable, *FAR_END],
+        opening=job_bytes(words, {RELAY_VARIABLE: str(relayed)}),
     )
     plan = RelayPlan(
         links=(link,),
@@ -176,12 +176,12 @@ def _ssh_links(args: argparse.Namespace, active: Slots, exports: Mapping[str, st
     given = option_words("launcher_args", args.launcher_args)
     source = f"source {shlex.quote(args.venv_script)} && " if args.venv_script else ""
     python = shlex.join([f"PYTHONPATH={exports['PYTHONPATH']}", sys.executable])
-    start = f"{source}cd {shlex.quote(os.getcwd())} && exec env {python} -u -m deepspeed.launcher.remote"
+    start = f"{source}cd {shlex.quote(os.getcwd())} && exec env {python} {' '.join(FAR_END)}"
     found = []
     for node, host in enumerate(active):
         words = node_words(args, info, node_rank=node, master=master, store_kept=kept)
         command = [*ssh_words(host, args.ssh_port, given), start]
-        found.append(Link(host=host, command=command, opening=remote.job(words, exports)))
+        found.append(Link(host=host, command=command, opening=job_bytes(words, exports)))
     return tuple(found)
 
 

@@ -30,7 +30,6 @@ REASONS: dict[str, str] = {
     "deepspeed/elasticity/tool.py": "the program ds_elastic",
     "deepspeed/env_report.py": "a program by its published path",
     "deepspeed/launcher/launcher_helper.py": "a program that starts without site-packages",
-    "deepspeed/launcher/remote.py": "a program on other hosts",
     "deepspeed/ops/spatial.py": "its builder imports it by name",
 }
 

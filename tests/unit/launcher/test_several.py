@@ -60,7 +60,7 @@ def test_ssh_where_pdsh_is_absent(start):
     for node, link in enumerate(plan.links):
         assert link.command[:4] == ["ssh", "-T", "-x", "-o"]
         assert link.command[-5:-1] == ["-p", "22", "--", f"h{node + 1}"]
-        assert link.command[-1].endswith("-u -m deepspeed.launcher.remote")
+        assert link.command[-1].endswith("-u -m deepspeed.launcher.launch --job_from_stdin")
         args = launch_args(job(link)["arguments"])
         assert (args.node_rank, args.master_addr, args.master_port) == (node, "address-of-h1", 29500)
         assert (args.training_script, args.training_script_args) == ("train.py", ["--lr", "a b"])
@@ -141,7 +141,7 @@ def test_options_that_a_launcher_does_not_know(start, caplog):
 def test_labels_on_this_machine(start):
     plan, _ = start("--include", "h1", "--output", "fold")
     (link,) = plan.links
-    assert link.command == [sys.executable, "-u", "-m", "deepspeed.launcher.remote"]
+    assert link.command == [sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--job_from_stdin"]
     assert (plan.world, plan.style) == (2, "fold")
 
 
