@@ -101,6 +101,8 @@ class CompressedLayer(nn.Module):
 
     fits: tuple[str, ...] = ("weight_quantization", "activation_quantization", "sparse_pruning")
     """The techniques for such layers."""
+    follows: tuple[str, ...] = ()
+    """Others with which they get smaller, as related modules."""
     activation_quantizer: QuantAct
 
     @property
@@ -317,13 +319,9 @@ class CompressedLayer(nn.Module):
         weight.copy_(state.codes(weight, state.weights.target_bits).values.view(weight.shape))
         state.weights = state.pace = None
 
-    def fix_sparse_pruning_helper(self) -> None:
-        """Let pruned elements be zero, and drop the mask."""
-        self._fix("sparse_pruning", None)
-
     @torch.no_grad()
-    def _fix(self, name: str, dim: int | None) -> Tensor:
-        """Let what is pruned be zero, or take it out of a dim; returns what was kept, along that dim."""
+    def fix_pruning(self, name: str, *, takes: bool) -> Tensor:
+        """Let what is pruned be zero and drop the mask, or take it out; returns the rows, heads or channels kept."""
         state = self.compressed
         pruning, mask = state.prunings[name], self.get_mask(name).detach().bool()
         spread = self._spread(name, pruning, mask)
@@ -337,9 +335,22 @@ class CompressedLayer(nn.Module):
             held.pop(_mask(name), None)
             held.pop(_scores(name), None)
         kept = spread.flatten()
-        if dim is not None:
-            self.take(kept, dim)
+        if takes:
+            self.take(kept, int(name == "head_pruning"))  # heads are among the inputs
         return mask.flatten() if name == "head_pruning" else kept
+
+    def follow_pruning(self, name: str, kept: Tensor) -> None:
+        """Lose the inputs that a layer before it has lost; with heads the outputs of those."""
+        if name != "head_pruning":
+            self.take(kept, 1)
+            return
+        outputs, heads = len(self._parameters["weight"]), len(kept)  # type: ignore[arg-type]
+        if outputs % heads:
+            raise UsageError(
+                f"redundancy_clean: {self.compressed.name} has {outputs} outputs, which {heads} heads do not divide; "
+                "name layers of queries, keys and values in related_modules"
+            )
+        self.take(kept.repeat_interleave(outputs // heads), 0)
 
     @torch.no_grad()
     def take(self, kept: Tensor, dim: int) -> None:
@@ -414,27 +425,6 @@ class LinearLayer_Compress(CompressedLayer, nn.Linear):  # type: ignore[misc]  #
             )
         self._prune("head_pruning", ratio, method, num_heads)
 
-    def fix_row_col_pruning_helper(self, mask: Tensor | None = None, dim_reduction: bool = False) -> Tensor | None:
-        """Fix rows of its own, which it returns; or take the inputs that a layer before it has lost, its `mask`."""
-        if mask is None:
-            return self._fix("row_pruning", 0 if dim_reduction else None)
-        self.take(mask.flatten().bool(), 1)
-        return None
-
-    def fix_head_pruning_helper(
-        self, mask: Tensor | None = None, num_heads: int = 1, dim_reduction: bool = False
-    ) -> Tensor | None:
-        """Fix heads among its inputs, which it returns; or take the outputs of a `mask` of heads."""
-        if mask is None:
-            return self._fix("head_pruning", 1 if dim_reduction else None)
-        if self.out_features % num_heads:
-            raise UsageError(
-                f"redundancy_clean: {self.compressed.name} has {self.out_features} outputs, which {num_heads} heads do "
-                "not divide; name layers of queries, keys and values in related_modules"
-            )
-        self.take(mask.flatten().bool().repeat_interleave(self.out_features // num_heads), 0)
-        return None
-
 
 class Conv2dLayer_Compress(CompressedLayer, nn.Conv2d):  # type: ignore[misc]  # its parameters are those
     """A convolution with channel pruning."""
@@ -447,13 +437,6 @@ class Conv2dLayer_Compress(CompressedLayer, nn.Conv2d):  # type: ignore[misc]  #
     def enable_channel_pruning(self, ratio: float, method: str) -> None:
         """Keep a share of the output channels."""
         self._prune("channel_pruning", ratio, method)
-
-    def fix_channel_pruning_helper(self, mask: Tensor | None = None, dim_reduction: bool = False) -> Tensor | None:
-        """Fix channels of its own, which it returns; or take the inputs that a layer before it has lost."""
-        if mask is None:
-            return self._fix("channel_pruning", 0 if dim_reduction else None)
-        self.take(mask.flatten().bool(), 1)
-        return None
 
     def _sized(self, dim: int, index: Tensor) -> None:
         if self.groups != 1:
@@ -468,6 +451,7 @@ class BNLayer_Compress(CompressedLayer, nn.BatchNorm2d):
     """A batch norm behind convolutions whose channels are pruned: it gives zero for these."""
 
     fits = ()
+    follows = ("channel_pruning",)
 
     def effective(self) -> tuple[Tensor, Tensor | None]:
         weight: Any = self._parameters["weight"]
@@ -480,15 +464,13 @@ class BNLayer_Compress(CompressedLayer, nn.BatchNorm2d):
         return weight, bias
 
     @torch.no_grad()
-    def fix_channel_pruning_helper(self, mask: Tensor, dim_reduction: bool = True) -> None:
-        """Take the channels of a mask, or let the others be zero."""
-        kept = mask.flatten().bool()
+    def follow_pruning(self, name: str, kept: Tensor) -> None:
+        """Lose the channels that the convolution before it has lost."""
         for values in (self._parameters, self._buffers):
-            for name, value in list(values.items()):
+            for key, value in list(values.items()):
                 if value is not None and value.dim() == 1:
-                    made = value[kept] if dim_reduction else value * kept.to(value.dtype)
-                    values[name] = nn.Parameter(made) if isinstance(value, nn.Parameter) else made  # type: ignore[assignment]
-        self.num_features = int(kept.sum()) if dim_reduction else self.num_features
+                    values[key] = nn.Parameter(value[kept]) if isinstance(value, nn.Parameter) else value[kept]  # type: ignore[assignment]
+        self.num_features = int(kept.sum())
 
 
 class Embedding_Compress(CompressedLayer, nn.Embedding):  # type: ignore[misc]  # its parameters are those

@@ -114,25 +114,17 @@ def _fix(model: nn.Module, layer: Any, technique: str, related: Sequence[str]) -
         if state.weights is not None:
             _round(layer)
         return
-    if technique not in state.prunings:
+    pruning = state.prunings.get(technique)
+    if pruning is None:
         return
-    if technique == "sparse_pruning":
-        layer.fix_sparse_pruning_helper()
-    elif technique == "row_pruning":
-        kept = layer.fix_row_col_pruning_helper(dim_reduction=bool(related))
-        for name in related:
-            _related(model, name).fix_row_col_pruning_helper(kept, dim_reduction=True)
-    elif technique == "head_pruning":
-        heads, width = state.prunings[technique].heads, layer.in_features
+    width = getattr(layer, "in_features", 0)
+    if technique == "head_pruning":
         _require_alike(model, layer, related)
-        kept = layer.fix_head_pruning_helper(num_heads=heads, dim_reduction=bool(related))
-        for name in related:
-            _related(model, name).fix_head_pruning_helper(kept, num_heads=heads, dim_reduction=True)
+    kept = layer.fix_pruning(technique, takes=bool(related))
+    for name in related:
+        compressed_layer(model, name).follow_pruning(technique, kept)
+    if technique == "head_pruning":
         _tell_heads(model, (state.name, *related) if related else (), kept, width)
-    else:
-        kept = layer.fix_channel_pruning_helper(dim_reduction=bool(related))
-        for name in related:
-            _related(model, name).fix_channel_pruning_helper(kept, dim_reduction=True)
 
 
 def _round(layer: Any) -> None:
@@ -149,11 +141,6 @@ def _round(layer: Any) -> None:
 # Attributes of attention modules: how many heads there are, and how many outputs these have together.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_key_value_heads")
 _WIDTHS = ("all_head_size", "embed_dim", "inner_dim")
-
-
-def _related(model: nn.Module, name: str) -> Any:
-    """A related module, which may not be compressed itself."""
-    return compressed_layer(model, name)
 
 
 def _require_alike(model: nn.Module, layer: Any, related: Sequence[str]) -> None:

@@ -136,7 +136,7 @@ def plans_of(model: nn.Module, section: CompressionConfig, mpu: Any, *, partly: 
                     )
                 names += found
                 others = [] if group.related_modules is None else group.related_modules[place]
-                related += _pairs(model, found, others, f"{where}.related_modules")
+                related += _pairs(model, found, others, technique, f"{where}.related_modules")
             yield GroupPlan(technique, label, names, related)
 
 
@@ -183,11 +183,18 @@ def _nothing(model: nn.Module, pattern: str, technique: str, path: str, mpu: Any
     )
 
 
-def _pairs(model: nn.Module, names: Sequence[str], others: Sequence[str], path: str) -> list[list[str]]:
+def _pairs(model: nn.Module, names: Sequence[str], others: Sequence[str], technique: str, path: str) -> list[list[str]]:
     """The related modules of each name: the one at the same place among those that a pattern finds."""
     columns = []
+    kinds = {name: kind for name, module in model.named_modules() if (kind := kind_of(module)) is not None}
     for pattern in others:
-        found = [n for n, m in model.named_modules() if kind_of(m) is not None and re.search(pattern, n)]
+        found = [name for name in kinds if re.search(pattern, name)]
+        strange = [name for name in found if technique not in (*kinds[name].fits, *kinds[name].follows)]
+        if strange:
+            raise UsageError(
+                f"{path}: {pattern!r} finds {strange[0]}, a {type(model.get_submodule(strange[0])).__name__}, which "
+                f"cannot get smaller with {technique}; leave it out"
+            )
         if len(found) != len(names):
             raise UsageError(
                 f"{path}: {pattern!r} finds {len(found)} modules ({some(found)}), and the pattern that they belong to "

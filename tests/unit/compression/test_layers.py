@@ -426,6 +426,10 @@ def test_transposed_layers_become_linear_ones():
             {"row_pruning": technique(["up"], {"dense_ratio": 0.5}, [["down|up"]])},
             r"related_modules: 'down\|up' finds 2 modules \(up, down\), and the pattern that they belong to 1",
         ),
+        (
+            {"channel_pruning": technique(["conv$"], {"dense_ratio": 0.5}, [["down"]])},
+            "related_modules: 'down' finds down, a Linear, which cannot get smaller with channel_pruning; leave it out",
+        ),
     ],
 )
 def test_what_a_model_does_not_allow_is_refused(techniques, said):
