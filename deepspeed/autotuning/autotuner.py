@@ -235,14 +235,14 @@ def _chart(records: Sequence[ExperimentRecord], metric: str) -> str:
     measured = [each for each in records if each.value is not None]
     if not measured:
         return ""
-    sizes = [math.log2(each.candidate.micro) for each in measured]
-    low, span, most = min(sizes), (max(sizes) - min(sizes)) or 1.0, max(map(_of, measured)) or 1.0
+    sizes = sorted({each.candidate.micro for each in measured})
+    low, span, most = math.log2(sizes[0]), math.log2(sizes[-1] / sizes[0]) or 1.0, max(map(_of, measured)) or 1.0
+    places = {size: _EDGE + (math.log2(size) - low) / span * (_WIDTH - 2 * _EDGE) for size in sizes}
     marks = [f'<text x="4" y="14">{most:.6g} {_UNITS[metric]}</text>']
-    for size in sorted({each.candidate.micro for each in measured}):
-        x = _EDGE + (math.log2(size) - low) / span * (_WIDTH - 2 * _EDGE)
+    for size, x in places.items():
         marks.append(f'<text x="{x:.1f}" y="{_HEIGHT + 16}" text-anchor="middle">{size}</text>')
     for each in measured:
-        x = _EDGE + (math.log2(each.candidate.micro) - low) / span * (_WIDTH - 2 * _EDGE)
+        x = places[each.candidate.micro]
         y = _HEIGHT - _of(each) / most * (_HEIGHT - 24)
         said = escape(f"{each.candidate.name}: {_of(each):.6g}")
         colour = _COLOURS[each.candidate.stage]

@@ -109,11 +109,8 @@ class ResourceManager:
     def _section(self, goal: Path, *, model_info: bool) -> dict[str, Any]:
         """What the engine of the run reads."""
         window = {name: getattr(self._config, name) for name in ("start_profile_step", "end_profile_step")}
-        files = {"metric_path": str(goal.with_name(METRICS))}
-        if model_info:
-            files["model_info_path"] = str(goal)
-            return {"enabled": True, **window, **files, "model_info": {"profile": True}}
-        return {"enabled": True, **window, **files}
+        found = {"enabled": True, **window, "metric_path": str(goal.with_name(METRICS))}
+        return {**found, "model_info_path": str(goal), "model_info": {"profile": True}} if model_info else found
 
     def _known(self, folder: Path, key: str) -> Outcome | None:
         values = read_json(folder / RESULT)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from deepspeed.autotuning.scheduler import TunedJob
 from deepspeed.autotuning.utils import get_val_by_key, with_values
@@ -35,7 +36,8 @@ class Candidate:
     def name(self) -> str:
         """Of its folder."""
         words = [f"z{self.stage}", f"gas{self.steps}", f"tmbspg{self.micro}"]
-        return "_".join([*words, *(f"{path.rpartition('.')[2]}-{value}" for path, value in self.extras)])
+        others = (f"{path.rpartition('.')[2]}-{quote(str(value), safe='')}" for path, value in self.extras)
+        return "_".join([*words, *others])
 
     @property
     def samples(self) -> int:
@@ -120,8 +122,9 @@ class SearchSpace:
 
     def _stages(self) -> list[int]:
         value = self._value(STAGE)
-        offloaded = any(self._value(f"zero_optimization.{name}.device") == "cpu" for name in ("offload_optimizer",))
-        least = 3 if self._value("zero_optimization.offload_param.device") == "cpu" else int(offloaded)
+        sections = {"offload_optimizer": 1, "offload_param": 3}
+        devices = {each: self._value(f"zero_optimization.{each}.device") for each in sections}
+        least = max(stage if devices[each] in ("cpu", "nvme") else 0 for each, stage in sections.items())
         listed = value if isinstance(value, list) else [value]
         if listed and all(type(each) is int and 0 <= each <= 3 for each in listed):
             return list(dict.fromkeys(listed))

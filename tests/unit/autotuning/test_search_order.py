@@ -62,7 +62,14 @@ def test_sizes_come_from_lists_limits_and_options_of_the_script():
 
 def test_stages_and_lists_of_values():
     assert space({"zero_optimization": {"stage": "all"}}).stages == [0, 1, 2, 3]
-    assert space({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}).stages == [1, 2, 3]
+    for least, section, device in (
+        (1, "offload_optimizer", "cpu"),
+        (1, "offload_optimizer", "nvme"),
+        (3, "offload_param", "nvme"),
+    ):
+        assert space({"zero_optimization": {section: {"device": device}}}).stages == list(range(least, 4))
+    paths = space({"zero_optimization": {"stage": 3, "offload_param": {"nvme_path": ["/a", "/b"]}}})
+    assert {each.name.rpartition("_")[2] for each in paths.candidates()} == {"path-%2Fa", "path-%2Fb"}, "names of files"
     given = {"zero_optimization": {"stage": [1, 3], "reduce_bucket_size": [10, 20]}}
     found = space(given, max_train_micro_batch_size_per_gpu=1)
     assert [(each.stage, dict(each.extras)) for each in found.candidates()] == [
