@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.config import DeepSpeedConfig, Loaded
-from deepspeed.config.load import is_filled, is_inert, unresolved
+from deepspeed.config.load import FILLED, is_inert, unresolved
 from deepspeed.config.schema import Schema
 from deepspeed.config.zero import DeepSpeedZeroConfig
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, LayoutError
@@ -40,7 +40,7 @@ class Verdict:
 def verdict(loaded: Loaded, world_size: int) -> Verdict:
     """Try a loaded config on that many processes; what clients fill is taken for filled."""
     stage = int(loaded.schema.zero_optimization.stage)
-    nobody = [path for path in loaded.autos if not is_filled(path) and not is_inert(path, stage)]
+    nobody = [path for path in loaded.autos if path not in FILLED and not is_inert(path, stage)]
     problems = [f"{path}: {unresolved(path)}" for path in nobody]
     try:
         config = DeepSpeedConfig(loaded, world_size=world_size, partial=bool(loaded.autos))

@@ -100,10 +100,8 @@ def _print(shown: list[ExplainedValue], title: str) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    table.add_column("key", no_wrap=True, overflow="fold")
-    table.add_column("value", overflow="fold")
-    table.add_column("origin", overflow="fold")
-    table.add_column("read by deepspeed.", overflow="fold")
+    for name in ("key", "value", "origin", "read by deepspeed."):
+        table.add_column(name, no_wrap=name == "key", overflow="fold")
     section = None
     for row in shown:
         head = row.path.split(".")[0] if "." in row.path else ""

@@ -25,7 +25,7 @@ from deepspeed.log import get_dist_msg, warn_once
 _TRAINER = "Transformers' Trainer"
 _BOTH = f"{_TRAINER} and Accelerate"
 
-_FILLED: dict[str, str] = {
+FILLED: dict[str, str] = {
     "train_micro_batch_size_per_gpu": f"{_BOTH} fill it from the per-device batch size",
     "gradient_accumulation_steps": f"{_BOTH} fill it from their own gradient_accumulation_steps",
     "train_batch_size": f"{_BOTH} compute it from the other two batch keys and the number of processes",
@@ -45,21 +45,17 @@ _FILLED: dict[str, str] = {
     "zero_optimization.offload_optimizer.device": "Accelerate fills it from offload_optimizer_device",
     "zero_optimization.offload_param.device": "Accelerate fills it from offload_param_device",
 }
+"""Keys that clients fill, and who does it from what."""
 
 
 def unresolved(path: str) -> str:
     """What to say of a key that is still "auto" when the engine is built."""
-    who = _FILLED.get(path)
+    who = FILLED.get(path)
     if who is None:
         return 'it is "auto", and no client fills this key: write a value, or remove the key to get its default'
     return (
         f'it is still "auto": {who} before the engine is built. Build the engine through that client, or write a value.'
     )
-
-
-def is_filled(path: str) -> bool:
-    """True for a key that some client fills."""
-    return path in _FILLED
 
 
 _SIZES = (

@@ -295,14 +295,14 @@ def _verify(config: Schema) -> Iterator[str]:
         yield "verify.action: 'save' records the step, but verify.replay names no folder; give one, or use 'stop'"
 
 
-_MOVED = ("offload_activation", "offload_opt_states", "offload_parameters")
-
-
 def _deep_compile(config: Schema) -> Iterator[str]:
     if not config.compile.deepcompile:
         return
     zero, sequence_size = config.zero_optimization, config.sequence_parallel_size or 1
+    moved = ("offload_activation", "offload_opt_states", "offload_parameters")
+    away = [f"compile.{name}" for name in moved if getattr(config.compile, name)]
     others = {
+        " and ".join(away): len(away) > 1,
         "managed_gradient_accumulation false": not config.managed_gradient_accumulation,
         'gradient_allreduce_op "sum"': config.gradient_allreduce_op == "sum",
         'compile.region "blocks"': config.compile.region == "blocks",
@@ -335,9 +335,6 @@ def _deep_compile(config: Schema) -> Iterator[str]:
                 f"compile.passes: {name} compiles {what} that ranks share, but {key} is {size}; set it to 2 or more, "
                 f"or leave {name} out"
             )
-    moved = [f"compile.{name}" for name in _MOVED if getattr(config.compile, name)]
-    if len(moved) > 1:
-        yield f"{' and '.join(moved)}: only one of these keys may be true; a schedule of engine.compile combines passes"
     if config.compile.offload_parameters and not zero.offloads_parameters:
         yield (
             "compile.offload_parameters: only parameters that ranks share can wait in host memory; set "

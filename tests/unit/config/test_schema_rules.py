@@ -30,7 +30,7 @@ CASES = [
     ),
     (
         {"compile": {**DEEP, "offload_opt_states": True, "offload_activation": True}, **zero(3)},
-        "compile.offload_activation and compile.offload_opt_states: only one",
+        "compile.deepcompile: does not work with compile.offload_activation and compile.offload_opt_states; give one",
         {"compile": {**DEEP, "offload_activation": True}, **zero(3)},
     ),
     (
@@ -38,7 +38,7 @@ CASES = [
             "compile": {**DEEP, "offload_opt_states": True, "offload_parameters": True},
             **zero(3, offload_param={"device": "cpu"}),
         },
-        "compile.offload_opt_states and compile.offload_parameters: only one",
+        "compile.deepcompile: does not work with compile.offload_opt_states and compile.offload_parameters; give one",
         {"compile": {**DEEP, "offload_opt_states": True}, **zero(3, offload_param={"device": "cpu"})},
     ),
     (
