@@ -295,7 +295,7 @@ class CompressedLayer(nn.Module):
     def rounded_input(self, input: Any) -> Any:
         """What the layer sees of an input."""
         activations = self.compressed.activations
-        if activations is None or not activations.on:
+        if activations is None or not activations.on or not input.numel():  # an expert may get no tokens
             return input
         reduce = over_inputs(cut_of(self))
         if activations.static:

@@ -353,6 +353,14 @@ def test_a_layer_is_compressed_by_hand():
     assert isinstance(layer.weight, nn.Parameter)
 
 
+@pytest.mark.parametrize("calibration", ["dynamic", "static"])
+def test_no_tokens_come_out_as_none(calibration):
+    layer = LinearLayer_Compress(4, 3)
+    layer.enable_activation_quantization(8, range_calibration=calibration)
+    layer.compressed.activations.on = True
+    assert layer(torch.randn(0, 4)).shape == (0, 3)
+
+
 def test_students_begin_as_layers_of_their_teacher():
     def model(layers):
         return nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(layers)), "head": nn.Linear(4, 2)})
