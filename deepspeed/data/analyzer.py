@@ -121,9 +121,8 @@ class DataAnalyzer:
         batch_start_idx: int = 0,
     ) -> None:
         """Take the metrics of a batch, whose first sample has this place in the dataset."""
-        for place, (kind, function, result) in enumerate(
-            zip(metric_types, metric_functions, metric_results, strict=True)
-        ):
+        each = zip(metric_types, metric_functions, metric_results, strict=True)
+        for place, (kind, function, result) in enumerate(each):
             values = function(data)
             wanted = metric_dtypes[place] if metric_dtypes else None
             if not isinstance(values, torch.Tensor) or values.is_floating_point() or wanted not in (None, values.dtype):
@@ -150,16 +149,14 @@ class DataAnalyzer:
     ) -> None:
         """Write what a thread found."""
         for kind, result in zip(metric_types, metric_results, strict=True):
-            found = (
-                {"values": torch.cat([each.reshape(-1) for each in result["values"]]).numpy()}
-                if result["values"]
-                else {}
-            )
+            found = {"values": np.empty(0, np.int64)}
+            if result["values"]:
+                found["values"] = torch.cat([each.reshape(-1) for each in result["values"]]).numpy()
             if kind == SINGLE:
                 found["samples"] = np.concatenate([np.empty(0, np.int64), *result["samples"]])
             result["folder"].mkdir(parents=True, exist_ok=True)
             with open(result["folder"] / "map.part", "wb") as file:
-                np.savez(file, allow_pickle=False, **{"values": np.empty(0, np.int64), **found})
+                np.savez(file, allow_pickle=False, **found)
             os.replace(result["folder"] / "map.part", result["folder"] / "map.npz")
 
     def run_map_helper(self, thread_id: int) -> None:
@@ -180,6 +177,14 @@ class DataAnalyzer:
                 results,
                 begin + place * self.batch_size,
             )
+        if self._update == self.update_metric_results:
+            for name, kind, result in zip(self.metric_names, self.metric_types, results, strict=True):
+                given = sum(map(len, result["samples"]))
+                if kind == SINGLE and given != stop - begin:
+                    raise UsageError(
+                        f"the function of metric {name} gave {given} numbers for {stop - begin} samples; expected one "
+                        "for each sample of its batch"
+                    )
         self._finalize(self.metric_types, self.metric_dtypes, results)
 
     def run_map(self) -> None:

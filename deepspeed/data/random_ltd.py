@@ -62,14 +62,6 @@ class RandomLTDScheduler:
         """Tokens that layers keep."""
         return self.current_seq
 
-    def set_current_seq(self, seq_length: int) -> None:
-        """Let layers keep so many."""
-        self.current_seq = seq_length
-
-    def get_random_ltd_layer_num(self) -> int:
-        """Layers that drop tokens."""
-        return self.random_ltd_layer_num
-
     def update_seq(self, global_steps: int) -> int:
         """Go to a step; its layer tokens count once."""
         self.current_seq = int(self._ramp.at(global_steps))

@@ -69,6 +69,9 @@ def test_wrong_metrics_are_named(tmp_path, capfd):
     floats = {**METRIC, "metric_functions": [lambda data: data[:, 0].float()]}
     with pytest.raises(UsageError, match=r"metric seqlen gave torch.float32; expected a tensor of integers"):
         DataAnalyzer(Lengths(), save_path=str(tmp_path), **floats).run_map()
+    few = {**METRIC, "metric_functions": [lambda data: data[:1, 0]]}
+    with pytest.raises(UsageError, match="metric seqlen gave 50 numbers for 500 samples; expected one for each"):
+        DataAnalyzer(Lengths(), batch_size=10, save_path=str(tmp_path), **few).run_map()
     with pytest.raises(UsageError, match=r"threads \[0, 1\] of worker 0 failed"):
         DataAnalyzer(Lengths(), num_threads=2, save_path=str(tmp_path), **floats).run_map()
     assert "expected a tensor of integers" in capfd.readouterr().err
