@@ -57,8 +57,8 @@ def _convert(options: argparse.Namespace) -> None:
     parse_size(options.max_shard_size)
     source = open_checkpoint(folder, verify=False)
     tensors = fp32_weights(source, exclude_frozen=options.exclude_frozen_parameters)
-    world = source.world if source.stage else 1
-    tell(f"{folder}: stage {source.stage}, {world} ranks, {len(tensors)} tensors", stderr=True)
+    ranks = source.world if source.stage else 1
+    tell(f"{folder}: stage {source.stage}, {ranks} ranks, {len(tensors)} tensors", stderr=True)
     for name, tensor in tensors.items() if options.debug else ():
         tell(f"  {name} {tuple(tensor.shape)}: {tensor.parts()}", stderr=True)
     with bar("bytes") as progress:
@@ -73,5 +73,9 @@ def _convert(options: argparse.Namespace) -> None:
         )
     first, *more = (str(options.output_dir / file) for file in plan.shards)
     files = f"{first} and {len(more)} more, with an index" if more else first
-    tag, seconds = folder.resolve().name, time.monotonic() - started
+    tag, seconds = options.tag or folder.resolve().name, time.monotonic() - started
     tell(f"wrote {files}: tag {tag}, {gibibytes(plan.total)} in {seconds:.1f} s", stderr=True)
+
+
+if __name__ == "__main__":
+    main()

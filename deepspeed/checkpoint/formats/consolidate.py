@@ -32,7 +32,7 @@ DTYPES = {
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
 }  # fmt: skip
 Progress = Callable[[int, int], None]
-"""(bytes written, of how many)."""
+"""(bytes or parameters done, of how many)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,9 +128,10 @@ def test_the_script_says_what_it_wrote(tmp_path, capsys, more):
     assert re.fullmatch(rf"wrote {what}: tag global_step3, \d+\.\d KiB in \d+\.\d s", lines[1])
 
 
-def test_the_module_runs_as_a_program(tmp_path, monkeypatch):
+@pytest.mark.parametrize("module", ["deepspeed.utils.zero_to_fp32", "deepspeed.checkpoint.zero_to_fp32"])
+def test_the_modules_run_as_programs(tmp_path, monkeypatch, module):
     monkeypatch.setattr(sys, "argv", ["zero_to_fp32", str(FIXTURES / "stage2_bf16"), str(tmp_path)])
-    runpy.run_module("deepspeed.utils.zero_to_fp32", run_name="__main__", alter_sys=True)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
     assert (tmp_path / "pytorch_model.bin").exists()
 
 

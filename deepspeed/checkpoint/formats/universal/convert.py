@@ -13,7 +13,7 @@ import importlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.formats.adapters import Resliced, Stages, state_of
 from deepspeed.checkpoint.formats.bulk_read import fetch
+from deepspeed.checkpoint.formats.consolidate import Progress
 from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.safe_load import safe_load
@@ -34,9 +35,6 @@ from deepspeed.checkpoint.storage.commit import LATEST_UNIVERSAL
 from deepspeed.checkpoint.storage.publishing import new_directory, publishing
 from deepspeed.errors import CheckpointError
 from deepspeed.trust import inside
-
-Progress = Callable[[int, int], None]
-"""(parameters done, of how many)."""
 
 _INFO = "universal_checkpoint_info"
 
@@ -103,8 +101,7 @@ def _folder(zero: Path, name: object) -> Path:
 
 
 def _sources(path: Path) -> Sequence[Source]:
-    found = sort_files(entry.name for entry in path.iterdir())
-    ranks = found.model_ranks
+    ranks = sort_files(entry.name for entry in path.iterdir()).model_ranks
     whole = open_checkpoint(path)
     parts = whole.sources if isinstance(whole, Stages) else [whole]
     if any(isinstance(part, Resliced) for part in parts) or len(ranks) < 2:
@@ -118,9 +115,7 @@ def _write(name: str, sources: Sequence[Source], zero: Path, rules: Mapping[str,
     folder = _folder(zero, name)
     folder.mkdir()
     first = sources[0]
-    for kind in first.kinds(name):
-        if kind == "param":
-            continue
+    for kind in (each for each in first.kinds(name) if each != "param"):
         slices = [fetch(source.find(name, kind)).view(source.shapes[name]).float() for source in sources]
         whole, extra = merge_slices(name, slices, rules)
         file = inside(folder, f"{'fp32' if kind == 'master' else kind}.pt", f"the state of {name}")
