@@ -206,8 +206,8 @@ def elastic_section(value: Any) -> ElasticityConfig:
     try:
         return ElasticityConfig.model_validate(value)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}".lstrip(": ") for each in error.errors()]
-        raise ElasticityConfigError(f"elasticity: {'; '.join(lines)}", path="elasticity") from error
+        said = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}".lstrip(": ") for e in error.errors())
+        raise ElasticityConfigError(f"elasticity: {said.replace('Value error, ', '')}", path="elasticity") from error
 
 
 def check_planned(section: ElasticityConfig, text: str) -> None:

@@ -77,6 +77,8 @@ def test_what_was_planned_must_not_change(monkeypatch, caplog):
     monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", "{")
     with pytest.raises(ElasticityConfigError, match="is not an elasticity section"):
         ensure_immutable_elastic_config(SECTION)
+    with pytest.raises(ElasticityConfigError, match=r"^elasticity: min_gpus \(9\) exceeds max_gpus \(8\)$"):
+        ensure_immutable_elastic_config({**SECTION, "min_gpus": 9, "max_gpus": 8})
 
 
 def test_the_tool(tmp_path, capsys):
