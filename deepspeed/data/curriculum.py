@@ -11,11 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor
 
-from deepspeed.config.data import (
-    CurriculumSchedule,
-    CurriculumScheduleConfig,
-    RandomLTDScheduleConfig,
-)
+from deepspeed.config.data import CurriculumSchedule, CurriculumScheduleConfig, RandomLTDScheduleConfig
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 
 __all__ = ["CurriculumScheduler", "Ramp", "cut_to_length"]

@@ -257,13 +257,11 @@ class VariableBatchSizeLR:
         self._base_lrs = list(state_dict["base_lrs"])
         self._scale()
 
-    def get_last_lr(self) -> list[float]:
-        """The learning rates in force."""
-        return self.get_lr()
-
     def get_lr(self) -> list[float]:
         """The learning rates in force."""
         return [group["lr"] for group in self.optimizer.param_groups]
+
+    get_last_lr = get_lr
 
     def step(self, epoch: int | None = None) -> None:
         """Go to the next batch."""

@@ -208,8 +208,14 @@ class MMapIndexedDatasetBuilder:
         self.add_item_numpy(tensor.numpy() if isinstance(tensor, torch.Tensor) else np.asarray(tensor))
 
     def add_item_numpy(self, np_array: Array) -> None:
-        """Append an array."""
-        self._data_file.write(np.ascontiguousarray(np_array, dtype=self._dtype).tobytes())
+        """Append an array, whose numbers the dtype of the dataset has to hold."""
+        made = np.ascontiguousarray(np_array, dtype=self._dtype)
+        if made.dtype != np_array.dtype and self._dtype.kind in "iu" and not np.array_equal(made, np_array):
+            raise UsageError(
+                f"item {len(self._sizes)} has numbers from {np_array.min()} to {np_array.max()}, which {self._dtype} "
+                "cannot hold; give the builder a wider dtype"
+            )
+        self._data_file.write(made.tobytes())
         self._sizes.append(np_array.size)
 
     def end_document(self) -> None:

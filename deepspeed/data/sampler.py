@@ -258,7 +258,6 @@ class DeepSpeedDataSampler:
     def get_new_cluster(self, previous_difficulties: Mapping[str, int]) -> None:
         """Make a cluster of what the difficulties newly allow; none if that is nothing."""
         number = len(self._clusters)
-
         if not self._clustered and number:
             return  # one cluster has all samples
         name = f"cluster_{number}_step{self.curriculum_step}_{self._digest}"

@@ -42,6 +42,10 @@ def test_what_is_no_dataset(tmp_path):
         indexed.MMapIndexedDataset(str(tmp_path / "w"))
     with pytest.raises(UsageError, match="float64"):
         indexed.MMapIndexedDatasetBuilder(str(tmp_path / "f"), dtype=np.float64)
+    narrow = indexed.MMapIndexedDatasetBuilder(str(tmp_path / "f"), dtype=np.uint16)
+    narrow.add_item(np.array([65535]))
+    with pytest.raises(UsageError, match="item 1 has numbers from 7 to 65536, which uint16 cannot hold"):
+        narrow.add_item(np.array([7, 65536]))
 
 
 def test_megatron_has_another_code_for_uint16(tmp_path):
