@@ -153,11 +153,20 @@ class Checkpointed(nn.Module):
         x = x.requires_grad_()
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.loss(x)
+
+    def loss(self, x):
         return self.head(x).square().mean()
 
 
 class Reentrant(Checkpointed):
     reentrant = True
+
+    def loss(self, x):
+        return sum(checkpoint(self.part, rows, use_reentrant=True) for rows in x.chunk(2)) / 2
+
+    def part(self, rows):
+        return nn.functional.linear(rows, self.head.weight, self.head.bias).square().mean()
 
 
 class Sparse(nn.Module):

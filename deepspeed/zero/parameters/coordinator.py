@@ -135,8 +135,11 @@ class FetchCoordinator:
             self.leave(outermost)
 
     def also(self, shard: Shard) -> None:
-        """The running module needs one more parameter, now and whenever it runs."""
+        """The running module needs one more parameter, now and whenever it runs; so does what backward runs again."""
         if not self.stack:
+            # The end of a reentrant checkpoint's own backward lets go of what the next one of the module uses.
+            if self.in_backward and torch.is_grad_enabled():
+                self.before_weights((shard.param,))
             return
         use, held = self.stack[-1]
         self.schedule.need(use, shard if shard not in use.shards else None)

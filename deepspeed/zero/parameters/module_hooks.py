@@ -57,7 +57,8 @@ _KEY = "_external_params"
 class WatchedParameters(dict[str, Any]):
     """A module's own parameters; reading one that is not whole while the model runs makes it whole.
 
-    The module that is running then uses it from now on: it is gathered with that module's own parameters.
+    The module that is running then uses it from now on: it is gathered with that module's own parameters. Where backward
+    computes a function again that no module is, it is gathered as for the backward of its own module.
     """
 
     def __init__(self, parameters: Mapping[str, Any], coordinator: FetchCoordinator) -> None:
@@ -72,7 +73,7 @@ class WatchedParameters(dict[str, Any]):
                 return param
         elif param is None or param.numel():
             return param
-        if param is not None and coordinator.current is not None:
+        if param is not None:
             shard = shard_of(param)
             if shard is not None and not shard.whole and shard.numel:
                 coordinator.also(shard)
