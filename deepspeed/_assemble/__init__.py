@@ -187,8 +187,8 @@ class _Assembly:
         if basic is None:
             warn_without_optimizer(self.schema, self.request.training_data)
             return None
-        if self.zero.shards_states and not self.schema.zero_allow_untested_optimizer:
-            require_tested(basic)
+        if self.zero.shards_states:
+            require_tested(basic, allowed=self.schema.zero_allow_untested_optimizer)
         hold_states(basic, self.precision)
         return basic
 

@@ -96,8 +96,8 @@ def _optimizer(schema: Schema) -> None:
         return
     named = [("layer.weight", _matrix()), ("layer.bias", nn.Parameter(torch.zeros(2)))]
     made = build_optimizer(schema.optimizer, [param for _, param in named], named_parameters=named)
-    if schema.zero_optimization.shards_states and not schema.zero_allow_untested_optimizer:
-        require_tested(made)
+    if schema.zero_optimization.shards_states:
+        require_tested(made, allowed=schema.zero_allow_untested_optimizer)
     hold_states(made, Precision.from_config(schema))
 
 

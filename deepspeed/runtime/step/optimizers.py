@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from logging import WARNING
 from numbers import Real
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from deepspeed.config.optimizer import REFUSALS, OptimizerConfig
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.log import log_dist_once
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
@@ -75,12 +77,24 @@ def is_tested_with_zero(optimizer: torch.optim.Optimizer) -> bool:
     return kind in TESTED_WITH_ZERO or (kind.__name__ == "FusedAdam" and kind.__module__.partition(".")[0] == "apex")
 
 
-def require_tested(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of which it is not known that it works over shards."""
+def require_tested(optimizer: torch.optim.Optimizer, *, allowed: bool) -> None:
+    """Refuse an optimizer of which it is not known that it works over shards, or warn of one that is `allowed`.
+
+    The key that allows it may not be the user's own: clients set it for every optimizer that they pass.
+    """
     if not is_tested_with_zero(optimizer):
         kind, names = type(optimizer).__name__, ", ".join(sorted({kind.__name__ for kind in TESTED_WITH_ZERO}))
         given = "ZeRO gives an optimizer this rank's part of each parameter as a 1-D tensor"
         whole = next((what for name, what in _OF_WHOLE_PARAMETERS.items() if name in kind.lower()), None)
+        if allowed:
+            if whole is not None:
+                log_dist_once(
+                    f"zero_allow_untested_optimizer: {kind} computes {whole}, and {given}: its numbers differ from "
+                    "those without ZeRO, and change with the number of ranks. With zero_optimization.stage 0 they do "
+                    "not.",
+                    level=WARNING,
+                )
+            return
         if whole is not None:
             why = (
                 f"{kind} computes {whole}, and {given}: its numbers would change with the number of ranks. Use a "

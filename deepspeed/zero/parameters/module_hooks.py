@@ -57,8 +57,8 @@ _KEY = "_external_params"
 class WatchedParameters(dict[str, Any]):
     """A module's own parameters; reading one that is not whole while the model runs makes it whole.
 
-    The module that is running then uses it from now on: it is gathered with that module's own parameters. Where backward
-    computes a function again that no module is, it is gathered as for the backward of its own module.
+    The module that is running then uses it from now on: it is gathered with that module's own parameters. Where
+    backward computes a function again that no module is, it is gathered as for the backward of its own module.
     """
 
     def __init__(self, parameters: Mapping[str, Any], coordinator: FetchCoordinator) -> None:

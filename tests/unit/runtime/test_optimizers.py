@@ -18,7 +18,13 @@ from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import MuonWithAuxAdam, tag_attention_heads
 from deepspeed.precision.policy import Precision
-from deepspeed.runtime.step.optimizers import TESTED_WITH_ZERO, build_optimizer, hold_states, is_tested_with_zero
+from deepspeed.runtime.step.optimizers import (
+    TESTED_WITH_ZERO,
+    build_optimizer,
+    hold_states,
+    is_tested_with_zero,
+    require_tested,
+)
 
 
 def build(kind, params=None, parameters=None, **arguments):
@@ -317,3 +323,13 @@ def test_tested_with_zero():
     assert len(TESTED_WITH_ZERO) == 12
     apex = type("FusedAdam", (torch.optim.SGD,), {"__module__": "apex.optimizers.fused_adam"})
     assert is_tested_with_zero(apex([param]))
+
+
+def test_an_allowed_optimizer_of_whole_parameters_warns(caplog):
+    own = type("OwnAdafactor", (torch.optim.Adafactor,), {})  # whatever was told before
+    with caplog.at_level("WARNING", logger="deepspeed"):
+        for kind in (torch.optim.SGD, own):
+            require_tested(kind([nn.Parameter(torch.ones(2, 2))]), allowed=True)
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert "OwnAdafactor computes means over rows and columns" in line
+    assert "change with the number of ranks" in line
