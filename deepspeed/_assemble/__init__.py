@@ -46,6 +46,7 @@ from deepspeed.runtime.place_module import place, replicate
 from deepspeed.runtime.step.choose import (
     choose_optimizer,
     choose_scheduler,
+    require_real,
     returned_optimizer,
     schedule_by_tokens,
     warn_without_optimizer,
@@ -187,6 +188,7 @@ class _Assembly:
         if basic is None:
             warn_without_optimizer(self.schema, self.request.training_data)
             return None
+        require_real(basic, self.module)
         if self.zero.shards_states:
             require_tested(basic, allowed=self.schema.zero_allow_untested_optimizer)
         hold_states(basic, self.precision)

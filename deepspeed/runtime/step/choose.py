@@ -101,6 +101,17 @@ def _fit_for_host(schema: Schema, given: Optimizer) -> Optimizer:
     return given
 
 
+def require_real(optimizer: Optimizer, module: nn.Module) -> None:
+    """Refuse trained parameters of complex numbers, which no norm, update or shard of ours knows."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for name, param in module.named_parameters():
+        if param.is_complex() and param.requires_grad and id(param) in held:
+            raise UsageError(
+                f"{name} is a trained parameter of {param.dtype}, and trained parameters are real numbers. Make "
+                f"torch.view_as_real({name}) the parameter and call torch.view_as_complex on it in forward."
+            )
+
+
 def warn_without_optimizer(schema: Schema, training_data: Any) -> None:
     """Where something was asked for that only training needs, say now what `step` would say after a whole backward."""
     zero = schema.zero_optimization

@@ -379,6 +379,14 @@ def test_parameters_without_values(stage):
         build(stage, model=model)
 
 
+@ranks(1)
+def test_trained_parameters_of_complex_numbers():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2, dtype=torch.cfloat))
+    with pytest.raises(UsageError, match=r"1\.weight is a trained parameter of torch\.complex64.*view_as_complex"):
+        build(3, model=model)
+    build(3, model=nn.Sequential(nn.Linear(8, 2), nn.Linear(8, 2, dtype=torch.cfloat).requires_grad_(False)))
+
+
 # ---- whose error it is
 
 
