@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 
 from deepspeed.ops import blockwise
 from deepspeed.ops.capability import has_cxx_compiler
+from deepspeed.ops.model import linear
 from deepspeed.ops.moments import wide
 from deepspeed.ops.native import library
 from deepspeed.ops.one_pass import Conditions
@@ -233,7 +234,7 @@ class DeviceUpdate:
         """By the kernel; what it does not take is copied to where it does."""
         if not batch.params:
             return []
-        if batch.params[0].dtype == torch.float64:
+        if not linear.takes(batch.params[0]):  # parameters may lie in host memory beside a device that has kernels
             return self.reference(batch, given, conditions)
         lists = [batch.params, batch.grads, *batch.moments]
         if contiguous([*lists, batch.outs]):

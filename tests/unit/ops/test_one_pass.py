@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
+from deepspeed.ops import batch_rule
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import ONE_PASS, DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.ops.one_pass import OnePass
 
@@ -51,6 +52,18 @@ def test_a_one_pass_is_a_step_with_scaled_gradients_and_a_copy(cls, dtype, bits)
         for param, out in outs.items():
             assert torch.equal(out.view(param.shape), param.detach().to(dtype))
     assert all(param.grad is None for param in params)
+
+
+def test_parameters_in_host_memory_are_updated_where_a_device_has_kernels(monkeypatch):
+    params, optimizer = made(FusedAdam, moment_bits=8)
+    plain, beside = made(FusedAdam, moment_bits=8)
+    for one, other in zip(params, plain, strict=True):
+        one.grad = other.grad = torch.ones_like(one)
+    beside.step()
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(batch_rule, "op", lambda _name: ONE_PASS.triton)
+    optimizer.step()
+    assert_same(params, plain)
 
 
 @pytest.mark.parametrize("cls", CPU)
