@@ -127,8 +127,9 @@ def compile_all(rows: dict[str, bytes]) -> list[str]:
         for args, options in calls[:: -(-len(calls) // EACH)]:
             if there.capability < E4M3 and reads_e4m3(args, options):
                 continue
+            waits = {"PDL": True, "launch_pdl": True} if there.capability >= 90 and "PDL" in options else {}
             try:
-                function.warmup(*args, grid=(1,), **options)
+                function.warmup(*args, grid=(1,), **options | waits)
             except Exception as error:
                 found.append(f"{module}.{name}, sm_{there.capability}, {args}, {options}: {error}")
         return found

@@ -129,7 +129,7 @@ def small_cache(blocks: int | None = None, **keys: Any) -> dict[str, Any]:
 
 def greedy_of(model: Any, prompt: list[int], new: int) -> list[int]:
     """What Transformers' own generate gives."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     with torch.no_grad():
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, pad_token_id=0
@@ -141,5 +141,6 @@ def greedy_of(model: Any, prompt: list[int], new: int) -> list[int]:
 def scores_of(model: Any, tokens: list[int]) -> torch.Tensor:
     """Log-probabilities [tokens, vocabulary] of a forward over a whole sequence."""
     with torch.no_grad():
-        found: torch.Tensor = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        logits = model(torch.tensor([tokens], device=model.device)).logits[0]
+        found: torch.Tensor = logits.float().log_softmax(-1).cpu()
     return found
