@@ -242,7 +242,7 @@ def rollouts(bench: Bench) -> None:
         "bf16": {"enabled": not bench.tiny},
         "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
-        "hybrid_engine": {"enabled": True, "max_out_tokens": ids.shape[1] + new, "release_inference_cache": False},
+        "hybrid_engine": {"enabled": True, "max_out_tokens": ids.shape[1] + new, "enable_cuda_graph": True},
     }
     engine = deepspeed.initialize(model=model, config=config)[0]
     try:

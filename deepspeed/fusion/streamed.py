@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from deepspeed.fusion.equivalence import is_plain, only_ours
 from deepspeed.fusion.feed_forward import FeedForward
 from deepspeed.fusion.packed_linear import PackedProduct, join
 from deepspeed.fusion.shared_input import input_groups
+from deepspeed.ops.adjacent import lay_side_by_side, merged
 from deepspeed.ops.generate.packed import packed_linear
 from deepspeed.ops.generate.streaming import MOST_ROWS, streamed_gated, streamed_linear
+from deepspeed.ops.model.gated import halves
 from deepspeed.parallel.regions import cut_of
 from deepspeed.transformers.replacement import Swap, Undo, own_product, put_forward, put_product, replacement
 
@@ -26,8 +29,8 @@ Products = Callable[[Tensor, bool], "list[Tensor] | None"]
 def find_streams(model: nn.Module, *, joins: bool = False) -> Iterator[tuple[str, nn.Module, Swap]]:
     """(name, module, how it is replaced) for each module whose layers can be streamed; serves generation only.
 
-    Comes after the other kinds: gated feed-forward layers are those that were replaced already. `joins`: packed
-    weights may move in memory, so that those of one input lie in one.
+    Comes after the other kinds: gated feed-forward layers are those that were replaced already. `joins`: weights may
+    move in memory, so that those of one input lie in one, and many rows take one product.
     """
     taken: set[int] = set()
     known: dict[type, list[tuple[str, ...]]] = {}
@@ -38,7 +41,7 @@ def find_streams(model: nn.Module, *, joins: bool = False) -> Iterator[tuple[str
             yield (
                 name,
                 module,
-                Swap("weights of gate and up streamed", partial(_put_gated, module, gate), serves="infer"),
+                Swap("weights of gate and up streamed", partial(_put_gated, module, gate, joins), serves="infer"),
             )
             continue
         if type(module) not in known:
@@ -47,10 +50,11 @@ def find_streams(model: nn.Module, *, joins: bool = False) -> Iterator[tuple[str
             taken.update(map(id, layers))
             packed = isinstance(layers[0], PackedProduct)
             what = f"{', '.join(names)} {'joined' if packed else 'streamed together'}"
-            yield name, module, Swap(what, partial(_put_joined if packed else _put_all, layers), serves="infer")
+            put = partial(_put_joined, layers) if packed else partial(_put_all, layers, joins)
+            yield name, module, Swap(what, put, serves="infer")
     for name, module in model.named_modules():
         if _streams(module) and id(module) not in taken:
-            yield name, module, Swap("weight streamed", partial(_put_all, [module]), serves="infer")
+            yield name, module, Swap("weight streamed", partial(_put_all, [module], False), serves="infer")
 
 
 def _alike(
@@ -104,11 +108,20 @@ def _gated(module: nn.Module) -> FeedForward | None:
     return found if isinstance(found, FeedForward) and plain else None
 
 
-def _put_gated(module: nn.Module, gate: FeedForward) -> Undo:
+def _put_gated(module: nn.Module, gate: FeedForward, joins: bool) -> Undo:
+    if joins:
+        lay_side_by_side([[module.gate_proj.weight, module.up_proj.weight]])  # type: ignore[union-attr,list-item]
+
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or torch.is_grad_enabled() or _rows(args[0]) > MOST_ROWS:
+        if len(args) != 1 or kwargs or torch.is_grad_enabled():
             return gate.apart(self, *args, **kwargs)
-        return self.down_proj(streamed_gated(args[0], self.gate_proj.weight, self.up_proj.weight, gate.kind))
+        weights = self.gate_proj.weight, self.up_proj.weight
+        if _rows(args[0]) <= MOST_ROWS:
+            return self.down_proj(streamed_gated(args[0], *weights, gate.kind))
+        whole = merged([weights])
+        if whole is None:
+            return gate.apart(self, *args)
+        return self.down_proj(halves(functional.linear(args[0], whole[0]), gate.kind))
 
     before = module.__dict__["forward"]
     put_forward(module, run)
@@ -119,9 +132,24 @@ def _put_gated(module: nn.Module, gate: FeedForward) -> Undo:
     return undo
 
 
-def _put_all(layers: Sequence[nn.Linear]) -> Undo:
+def _put_all(layers: Sequence[nn.Linear], joins: bool) -> Undo:
+    if joins:
+        lay_side_by_side([[layer.weight for layer in layers]])
+        if all(layer.bias is not None for layer in layers):
+            lay_side_by_side([[layer.bias for layer in layers]])
+
     def products(x: Tensor, biased: bool) -> list[Tensor] | None:
-        return streamed_linear(x, [each.weight for each in layers], [each.bias if biased else None for each in layers])
+        weights = [each.weight for each in layers]
+        biases = [each.bias if biased else None for each in layers]
+        if _rows(x) <= MOST_ROWS:
+            return streamed_linear(x, weights, biases)
+        whole = merged([weights]) if len(layers) > 1 else None
+        given = [each for each in biases if each is not None]
+        bias = merged([given]) if len(given) == len(layers) else None
+        if whole is None or bool(given) != (bias is not None):
+            return None
+        found = functional.linear(x, whole[0], None if bias is None else bias[0])
+        return list(found.split([len(each) for each in weights], -1))
 
     return _Together(products).put(layers)
 
@@ -132,8 +160,8 @@ def _put_joined(layers: Sequence[PackedProduct]) -> Undo:
     places = [layer.packed.data.data_ptr() for layer in layers]
 
     def products(x: Tensor, biased: bool) -> list[Tensor] | None:
-        if [layer.packed.data.data_ptr() for layer in layers] != places:
-            return None  # they have been moved
+        if _rows(x) > MOST_ROWS or [layer.packed.data.data_ptr() for layer in layers] != places:
+            return None  # many rows are computed one by one, and so are weights that have been moved
         found = packed_linear(x, whole).split(sizes, -1)
         biases = [each.bias if biased else None for each in layers]
         return [part if bias is None else part + bias for part, bias in zip(found, biases, strict=True)]
@@ -163,8 +191,8 @@ class _Together:
         """`options`: `with_bias`, of a layer that ranks share."""
         if self._source is not None and self._source() is input and at in self._left:
             return self._left.pop(at)
-        few = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _rows(input) <= MOST_ROWS
-        found = self._products(input, options.get("with_bias", True)) if few else None
+        ours = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        found = self._products(input, options.get("with_bias", True)) if ours else None
         if found is None:
             result: Tensor = own_product(layer)(layer, input, **options)
             return result

@@ -207,10 +207,12 @@ def packing_of(
     )
 
 
-def inject(model: nn.Module, undo: ExitStack, *, streamed: bool, joins: bool = False, logged: bool = True) -> None:
+def inject(
+    model: nn.Module, undo: ExitStack, *, streamed: bool, joins: bool = False, logged: bool = True
+) -> list[FusionFinding]:
     """Let modules compute by fused kernels, where the device has them; a table lists them, if `logged`.
 
-    `joins`: packed weights may move in memory.
+    `joins`: weights may move in memory.
     """
     found = list(find(model, _KINDS, serves="infer"))
     put(found, undo)
@@ -221,6 +223,28 @@ def inject(model: nn.Module, undo: ExitStack, *, streamed: bool, joins: bool = F
         found += few
     if found and logged:
         log_dist("Fused kernels\n" + "\n".join(lines(found)))
+    return found
+
+
+class RepeatedInjection:
+    """Fused kernels that a model has now and then; they are looked for again where its modules have changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen: list[Any] = []
+        self._found: list[FusionFinding] = []
+
+    def put(self, undo: ExitStack) -> None:
+        """Let modules compute so until `undo` closes."""
+        seen = [
+            (id(each), type(each), vars(each).get("forward"), *each._forward_hooks, None, *each._forward_pre_hooks)
+            for each in self._model.modules()
+        ]
+        if seen == self._seen:
+            put(self._found, undo)
+        else:
+            self._found = inject(self._model, undo, streamed=True, logged=not self._seen)
+            self._seen = seen
 
 
 def fix_rows(model: nn.Module, device: torch.device, undo: ExitStack) -> None:

@@ -60,7 +60,8 @@ class Generation:
         self._own = {name: getattr(whole, name) for name in METHODS if hasattr(whole, name)}
         self._paged = None if base is None else PagedGenerate(base, self._paged_config())
         self._phase = ExitStack()
-        self._open = self._inside = self._listed = False
+        self._kernels = weights.RepeatedInjection(parts.module if self._sliced is None else self._sliced.model)
+        self._open = self._inside = False
         self.lora = LoraFusion(parts.module)
         self._seed: int | None = None
         self._states: Mapping[str, Any] | None = None
@@ -139,9 +140,7 @@ class Generation:
             if self._sliced is None:
                 self._prepare(stack, fuse=not fused)
             if self._parts.device.type == "cuda":
-                model = self._module if self._sliced is None else self._sliced.model
-                weights.inject(model, stack, streamed=True, logged=not self._listed)
-                self._listed = True
+                self._kernels.put(stack)
             stack.enter_context(self._parts.precision.forward_context())
             self._inside = True
             stack.callback(setattr, self, "_inside", False)
