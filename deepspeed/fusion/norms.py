@@ -15,9 +15,18 @@ from torch import Tensor, nn
 from deepspeed.errors import UsageError
 from deepspeed.fusion.equivalence import only_ours, overridden, same, stand_in, watched_everywhere
 from deepspeed.fusion.recompute import recomputable
-from deepspeed.ops.model.norm import layer_norm, rms_norm, rms_norm_reference
+from deepspeed.ops.model.norm import layer_norm, residual_sum, rms_norm, rms_norm_reference
 from deepspeed.ops.precompile import forward_and_backward
-from deepspeed.transformers.replacement import TOKENS, Refused, Swap, put_forward, replacement, whole_shape
+from deepspeed.transformers.replacement import (
+    TOKENS,
+    Refused,
+    Swap,
+    Undo,
+    put_attribute,
+    put_forward,
+    replacement,
+    whole_shape,
+)
 from deepspeed.transformers.source import (
     assigned,
     called_on_self,
@@ -32,6 +41,7 @@ from deepspeed.transformers.source import (
 
 Norm = Callable[..., tuple[Tensor, Tensor]]
 
+_SUM = "_residual_sum"
 _WIDTH = 8
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _OFFSETS = (0.0, 1.0)
@@ -174,11 +184,21 @@ def find_residual(module: nn.Module, norms: Mapping[nn.Module, Swap]) -> Swap | 
     again = exchanged(type(module).forward, forward, _function(tree, forward))
     if again is None:
         return Refused(f"decorators of {type(module).__name__}.forward hide what they call")
-    put = partial(put_forward, module, _Layer(again, tuple(found)).run)
+    put = partial(_put_layer, module, _Layer(again, tuple(found)).run)
     name, adds = max(found.items(), key=lambda each: each[1])
     norm = norms[module.get_submodule(name)]
     scene = None if norm.scene is None else partial(norm.scene, summed=True)
     return Swap(f"{'sum' if adds else 'sum of gradients'} in {norm.kernel}", put, scene)
+
+
+def _put_layer(module: nn.Module, run: Callable[..., Any]) -> Undo:
+    undone = [put_forward(module, run), put_attribute(module, _SUM, residual_sum)]
+
+    def undo() -> None:
+        for each in undone:
+            each()
+
+    return undo
 
 
 class _Layer:
@@ -215,8 +235,27 @@ def _rewritten(tree: ast.Module, names: Collection[str]) -> dict[str, bool]:
                     body[at : at + length] = [call(*lines)]
                     found[norm[0]] = found.get(norm[0], False) or length == 3
                     break
+    if found:
+        _rewrite_last(tree)
     ast.fix_missing_locations(tree)
     return found
+
+
+def _rewrite_last(tree: ast.Module) -> None:
+    """Let the sum that a layer returns, `return residual + x` or a line before, be one of `residual_sum`, in place."""
+    code = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
+    last = code.body[-1]
+    for line in code.body[-2:]:
+        added = line.value if isinstance(line, (ast.Assign, ast.Return)) else None
+        kept = line is last or _returns(last, assigned(line))
+        if kept and isinstance(added, ast.BinOp) and isinstance(added.op, ast.Add) and isinstance(added.left, ast.Name):
+            called = ast.Attribute(ast.Name(code.args.args[0].arg, ast.Load()), _SUM, ast.Load())
+            line.value = ast.copy_location(ast.Call(called, [added.left, added.right], []), added)  # type: ignore[attr-defined]
+
+
+def _returns(line: ast.stmt, name: str | None) -> bool:
+    value = line.value if isinstance(line, ast.Return) else None
+    return isinstance(value, ast.Name) and value.id == name
 
 
 def _norm(node: ast.AST) -> tuple[str, str] | None:

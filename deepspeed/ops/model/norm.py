@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from deepspeed.ops.model.linear import rows_of, shaped, takes_rows
+from deepspeed.ops.model.linear import rows_of, shaped, takes, takes_rows
 from deepspeed.ops.registry import by_triton, op, reference
 
 Pair = tuple[Tensor, Tensor]
+FEW = 2**20
+"""Elements of a sum whose launch takes longer than reading them."""
 
 
 def rms_norm(
@@ -35,6 +37,31 @@ def layer_norm(
     """
     result: Pair = op("layer_norm")(x, residual, weight, bias, eps, keeps)
     return result
+
+
+def residual_sum(residual: Any, x: Any) -> Any:
+    """residual + x, op `residual_sum`; few elements without gradients do not interrupt a chain of kernels."""
+    return op("residual_sum")(residual, x)
+
+
+@reference("residual_sum")
+def residual_sum_reference(residual: Any, x: Any) -> Any:
+    return residual + x
+
+
+@by_triton("residual_sum")
+def residual_sum_triton(residual: Any, x: Any) -> Any:
+    """By the kernel where it can; code may add anything."""
+    alike = (
+        isinstance(x, Tensor)
+        and isinstance(residual, Tensor)
+        and (x.shape, x.dtype) == (residual.shape, residual.dtype)
+    )
+    if not alike or torch.is_grad_enabled() or not 0 < x.numel() <= FEW or not takes(x) or x.device != residual.device:
+        return residual + x
+    from deepspeed.ops.model.kernels.norm import small_sum
+
+    return small_sum(residual.contiguous(), x.contiguous())
 
 
 @reference("rms_norm")

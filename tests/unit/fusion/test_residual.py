@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.fusion import norms
 from deepspeed.fusion.build import find, put
 from deepspeed.transformers.replacement import Refused, Swap
 
@@ -373,6 +374,30 @@ def test_decorators_do_what_they_did_around_a_norm_that_adds(kind, calls):
 @pytest.mark.parametrize("kind", [Later, Apart, Named, Grown, Added, Written, Other])
 def test_other_code_stays_as_it_is(kind):
     assert sums(kind()) == []
+
+
+class Lines(Usual):
+    def forward(self, x):
+        y = self.first(x)
+        y = x + y
+        x = y
+        y = self.norm(y)
+        y = x + self.second(y)
+        return y  # noqa: RET504  # a line of its own is what is tried
+
+
+@pytest.mark.parametrize(("kind", "calls"), [(Usual, 1), (Lines, 1), (Minus, 1), (Default, 0), (Inside, 1), (Twice, 1)])
+def test_what_a_layer_returns_is_a_sum_by_one_function(monkeypatch, kind, calls):
+    seen = []
+    monkeypatch.setattr(norms, "residual_sum", lambda one, other: seen.append(one) or one + other)
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(3, 8)
+    expected = model(x)
+    with ExitStack() as undo:
+        put(list(find(model, ("norm",))), undo)
+        torch.testing.assert_close(model(x), expected)
+    assert len(seen) == calls
+    assert not any("_residual_sum" in vars(module) for module in model.modules()), "everything is put back"
 
 
 def test_arguments_and_defaults_are_those_of_the_class():

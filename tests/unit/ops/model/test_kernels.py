@@ -16,7 +16,13 @@ from deepspeed.ops.model.gated import (  # isort: skip
     halves_triton,
 )
 from deepspeed.ops.model.linear_loss import linear_loss, softmax_loss_reference_, softmax_loss_triton_, tile_rows
-from deepspeed.ops.model.norm import layer_norm_reference, layer_norm_triton, rms_norm_reference, rms_norm_triton
+from deepspeed.ops.model.norm import (
+    layer_norm_reference,
+    layer_norm_triton,
+    residual_sum_triton,
+    rms_norm_reference,
+    rms_norm_triton,
+)
 from deepspeed.ops.model.rotary import rotary_reference, rotary_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -203,3 +209,12 @@ def test_tiles_are_equal_and_bounded():
         rows = tile_rows(tokens, classes, 2)
         assert rows <= max(128, 2**28 // (2 * classes))
         assert tokens == 0 or rows * -(-tokens // rows) - tokens < -(-tokens // rows) + rows
+
+
+def test_sums_of_few_elements_and_of_anything():
+    x, y = numbers(3, 700, dtype=torch.float16), numbers(3, 700, dtype=torch.float16, seed=1)
+    with torch.no_grad():
+        for one, other in ((x, y), (x[:, ::2], y[:, 1::2]), (x, y[:1]), (x, y.float()), (x, 2.0), (0.5, x)):
+            assert torch.equal(residual_sum_triton(one, other), one + other)
+    weight = torch.ones((), device=x.device, requires_grad=True)
+    assert residual_sum_triton(x * weight, y).requires_grad
