@@ -13,7 +13,7 @@ from deepspeed.ops.model.gated import gated_reference
 from deepspeed.ops.model.linear import takes
 from deepspeed.ops.registry import by_triton, op, reference
 
-__all__ = ["routable", "routed_experts"]
+__all__ = ["choose_experts", "routable", "routed_experts"]
 
 MOST_EXPERTS = 1024
 
@@ -90,5 +90,34 @@ def routed_experts_triton(
         return routed_experts_reference(x, gate_up, down, chosen, shares, kind)
     from deepspeed.ops.generate.kernels.experts import route
 
+    if len(x) <= MOST_ROWS:
+        return route(x, gate_up, down, chosen, shares, kind)
     parts = zip(*(each.split(MOST_ROWS) for each in (x, chosen, shares)), strict=True)
     return torch.cat([route(rows, gate_up, down, experts, weights, kind) for rows, experts, weights in parts])
+
+
+def choose_experts(logits: Tensor, count: int, *, normalised: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(shares, chosen), [tokens, count] each: the largest of the softmax of each row, in their order.
+
+    `normalised`: shares of a token sum to 1.
+    """
+    result: tuple[Tensor, Tensor] = op("choose_experts")(logits, count, normalised, dtype)
+    return result
+
+
+@reference("choose_experts")
+def choose_reference(logits: Tensor, count: int, normalised: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shares, chosen = logits.float().softmax(-1).topk(count, -1)
+    shares = shares / shares.sum(-1, keepdim=True) if normalised else shares
+    return shares.to(dtype), chosen
+
+
+@by_triton("choose_experts")
+def choose_triton(logits: Tensor, count: int, normalised: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """By the kernel where it can; without gradients only."""
+    few = logits.dim() == 2 and 0 < logits.shape[-1] <= MOST_EXPERTS and count <= min(16, logits.shape[-1])
+    if not few or not takes(logits) or torch.is_grad_enabled() or not logits.is_contiguous() or not len(logits):
+        return choose_reference(logits, count, normalised, dtype)
+    from deepspeed.ops.generate.kernels.experts import choose
+
+    return choose(logits, count, normalised, dtype)

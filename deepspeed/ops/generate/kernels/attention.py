@@ -226,7 +226,7 @@ def _attend(
 @triton.jit
 def _join(
     part_ptr, sums_ptr, sinks_ptr, starts_ptr, out_ptr, stride, sequences, splits, heads, value_width,
-    SPLITS: tl.constexpr, VALUE_WIDTH: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, SOME: tl.constexpr, VALUE_WIDTH: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_others(PDL)
     token, head = tl.program_id(0), tl.program_id(1)
@@ -242,8 +242,8 @@ def _join(
     top = tl.max(sums, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     total, found = tl.zeros((), dtype=tl.float32), tl.zeros((VALUE_WIDTH,), dtype=tl.float32)
-    for start in range(0, splits, 16):
-        each = start + tl.arange(0, 16)
+    for start in range(0, splits, SOME):
+        each = start + tl.arange(0, SOME)
         place = each.to(tl.int64) * stride
         share = tl.exp2(tl.load(sums_ptr + place, mask=each < splits, other=float("-inf")) - base)
         total += tl.sum(share, 0)
@@ -281,9 +281,9 @@ def tile_of(query: Tensor, key_pages: Tensor, tables: Tensor, options: Attention
 
 
 def _splits(programs: int, context: int, query: Tensor) -> int:
-    """So many that every processor has about four programs, none with fewer than 128 keys of the longest context."""
-    wanted = 4 * processors(query.device)
-    return 1 if 2 * programs > wanted else max(1, min(64, wanted // programs, context // 128))
+    """So many that every processor has two to four programs, none with fewer than 128 keys of the longest context."""
+    wanted = 4 * processors(query.device) // programs
+    return max(1, min(64, wanted if wanted <= 16 else wanted // 2, context // 128))
 
 
 def attend(
@@ -347,8 +347,8 @@ def _attended(
             _join, (tokens, heads),
             parts, sums, out if options.sinks is None else options.sinks, starts, out, tokens * heads, sequences,
             tile.splits, heads, value_width,
-            SPLITS=next_power(tile.splits), VALUE_WIDTH=value_whole, SINKS=options.sinks is not None,
-            num_warps=4 if tile.splits > 4 else 1, **overlaps(device),
+            SPLITS=next_power(tile.splits), SOME=min(64, next_power(tile.splits)), VALUE_WIDTH=value_whole,
+            SINKS=options.sinks is not None, num_warps=4 if tile.splits > 4 else 1, **overlaps(device),
         )  # fmt: skip
     return out
 

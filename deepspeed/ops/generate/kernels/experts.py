@@ -114,10 +114,62 @@ def _routed(
         tl.store(place, total.to(y_ptr.dtype.element_ty), mask=there[None, :] & (out < outs)[:, None])
 
 
+@triton.jit
+def _choose(
+    logits_ptr, shares_ptr, chosen_ptr, experts, count, NORMALISED: tl.constexpr, EXPERTS: tl.constexpr,
+    COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    after_others(PDL)
+    token, expert, slot = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS), tl.arange(0, COUNT)
+    logits = tl.load(logits_ptr + token * experts + expert, mask=expert < experts, other=float("-inf")).to(tl.float32)
+    part = tl.exp(logits - tl.max(logits, 0))
+    part = part / tl.sum(part, 0)
+    shares, chosen = tl.zeros((COUNT,), dtype=tl.float32) + 0 * tl.sum(part, 0), tl.zeros((COUNT,), dtype=tl.int32)
+    part = tl.where(expert < experts, part, -1.0)
+    for number in range(count):
+        largest = tl.max(part, 0)
+        at = tl.minimum(tl.min(tl.where(part == largest, expert, EXPERTS), 0), experts - 1)  # NaN equals nothing
+        shares, chosen = tl.where(slot == number, shares + largest, shares), tl.where(slot == number, at, chosen)
+        part = tl.where(expert == at, -1.0, part)
+    if NORMALISED:
+        shares = shares / tl.sum(tl.where(slot < count, shares, 0.0), 0)
+    tl.store(shares_ptr + token * count + slot, shares.to(shares_ptr.dtype.element_ty), mask=slot < count)
+    tl.store(chosen_ptr + token * count + slot, chosen.to(tl.int64), mask=slot < count)
+
+
+def choose(logits: Tensor, count: int, normalised: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Op `choose_experts`."""
+    tokens, experts = logits.shape
+    shares = torch.empty(tokens, count, dtype=dtype, device=logits.device)
+    chosen = torch.empty(tokens, count, dtype=torch.int64, device=logits.device)
+    launch(
+        _choose, (tokens,),
+        logits, shares, chosen, experts, count, NORMALISED=normalised, EXPERTS=next_power(experts),
+        COUNT=next_power(count), num_warps=1 if experts <= 128 else 4, **overlaps(logits.device),
+    )  # fmt: skip
+    return shares, chosen
+
+
+@triton.jit
+def _combine(found_ptr, y_ptr, width, each, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Sums of the rows of a token's experts."""
+    after_others(PDL)
+    token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for number in range(each):
+        total += tl.load(found_ptr + (token * each + number) * width + at, mask=at < width, other=0.0)
+    tl.store(y_ptr + token * width + at, total.to(y_ptr.dtype.element_ty), mask=at < width)
+
+
+def _lines(blocks: int, outs: int, device: torch.device) -> int:
+    """Rows of a weight that a program multiplies: fewer where there would be too few programs."""
+    return next((lines for lines in (64, 32) if blocks * cdiv(outs, lines) >= 2 * processors(device)), 32)
+
+
 def route(
     x: Tensor, gate_up: ExpertWeight, down: ExpertWeight, chosen: Tensor, shares: Tensor, kind: str
 ) -> Tensor:  # fmt: skip
-    """See `routed_experts`: three launches and a sum."""
+    """See `routed_experts`: four launches."""
     tokens, each = chosen.shape
     pairs, experts = tokens * each, len(down) if isinstance(down, Tensor) else down.shape[0] // x.shape[1]
     chosen, shares, x = chosen.contiguous(), shares.contiguous(), x.contiguous()
@@ -138,7 +190,7 @@ def route(
     for rows, weight, result, per_row in ((x, gate_up, middle, each), (middle, down, found, 1)):
         strides: tuple[int, ...]
         outs, width = result.shape[1], rows.shape[1]
-        out = 32 if most * cdiv(outs, 64) < 2 * processors(x.device) else 64
+        out = _lines(most, outs, x.device)
         grid = most, cdiv(outs, out)
         if isinstance(weight, PackedWeight):
             parts = weight.data, weight.scales, weight.data if weight.zeros is None else weight.zeros
@@ -151,4 +203,9 @@ def route(
             GATED=rows is x, KIND=KINDS[kind], SINGLE=tokens == 1, WHOLE=width % 128 == 0, OUT=out, ROWS=_ROWS,
             num_warps=4, num_stages=3, **shape, **overlaps(x.device),
         )  # fmt: skip
-    return found.view(tokens, each, -1).sum(1).to(x.dtype)
+    y = torch.empty_like(x)
+    launch(
+        _combine, (tokens, cdiv(x.shape[1], 512)), found, y, x.shape[1], each, BLOCK=512, num_warps=4,
+        **overlaps(x.device),
+    )  # fmt: skip
+    return y

@@ -235,8 +235,8 @@ def multiply(
     """[rows, out]: x [rows, in] times the transpose of a packed weight; with `x_scale` x is in 8 bits as well."""
     rows, inner = x.shape
     if tile is None:
-        wide = rows == 1 and packed.mode != "wf6af16"  # what x costs is shared by more rows of the weight
-        tile = ProductTile(out=128 if wide else 64, stages=4 if x_scale is None else 6)
+        wide = rows == 1 and packed.mode in ("w4a16", "w8a16")  # what x costs is shared by more rows of the weight
+        tile = ProductTile(out=128 if wide else 64, stages=6 if packed.mode == "fp8" else 4)
     x = x if x.stride(1) == 1 and x.stride(0) % 16 == 0 else x.contiguous()
     outs = packed.shape[0]
     found = torch.empty(rows, outs, dtype=dtype or x.dtype, device=x.device)

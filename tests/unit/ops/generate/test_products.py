@@ -10,7 +10,12 @@ from tests.unit.ops.model.interpreted import DEVICE, numbers
 from deepspeed.errors import UsageError  # isort: skip
 from deepspeed.fusion import experts as fused_experts
 from deepspeed.fusion.experts import find_experts
-from deepspeed.ops.generate.experts import routed_experts_reference, routed_experts_triton
+from deepspeed.ops.generate.experts import (
+    choose_reference,
+    choose_triton,
+    routed_experts_reference,
+    routed_experts_triton,
+)
 from deepspeed.ops.generate.kernels import packed as packed_kernels
 from deepspeed.ops.generate.kernels import streaming as kernels
 from deepspeed.ops.generate.packed import (
@@ -112,7 +117,8 @@ def test_experts_of_a_model(monkeypatch, kind):
     monkeypatch.setattr(
         fused_experts, "routed_experts", lambda *given: launched.append(1) or routed_experts_triton(*given)
     )
-    found = list(find_experts(tiny(kind, num_hidden_layers=1).half()))
+    model = tiny(kind, num_hidden_layers=1).half().to(DEVICE)
+    found = [each for each in find_experts(model) if each[0].endswith("experts")]
     assert [isinstance(swap, Refused) for _, _, swap in found] == [kind == "gpt_oss"]
     _, experts, swap = found[0]
     if isinstance(swap, Refused):
@@ -126,6 +132,47 @@ def test_experts_of_a_model(monkeypatch, kind):
     assert len(launched) == 2
     undo()
     assert torch.equal(experts(*inputs[1]), before[1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("tokens", "experts", "count"), [(1, 5, 1), (7, 130, 8)])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_chosen_experts(tokens, experts, count, normalised):
+    logits = numbers(tokens, experts, dtype=HALF)
+    shares, chosen = choose_triton(logits, count, normalised, torch.float32)
+    expected, others = choose_reference(logits, count, normalised, torch.float32)
+    close(shares, expected, 1e-5)
+    close(logits.gather(1, chosen), logits.gather(1, others), 0)
+    assert all(len(set(row)) == count for row in chosen.tolist())
+    logits[0, 3] = float("nan")
+    shares, chosen = choose_triton(logits, count, normalised, HALF)
+    assert shares[0].isnan().all()
+    assert shares[1:].isfinite().all()
+    assert (chosen < experts).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "changes", "found"),
+    [("qwen3_moe", {}, 2), ("qwen3_moe", {"norm_topk_prob": True}, 2), ("mixtral", {}, 2), ("gpt_oss", {}, 0)],
+)
+def test_routers_of_a_model(monkeypatch, kind, changes, found):
+    """The same shares, experts and dtypes; routers that choose in another way are left."""
+    monkeypatch.setattr(fused_experts, "op", lambda _name: routed_experts_triton)
+    monkeypatch.setattr(fused_experts, "choose_experts", lambda *given, **keys: choose_triton(*given, *keys.values()))
+    model = tiny(kind, **changes).to(DEVICE)
+    swaps = [(each, swap) for _, each, swap in find_experts(model) if "chosen in one" in str(swap)]
+    assert len(swaps) == found
+    for router, swap in swaps:
+        router.half()
+        inputs = [numbers(rows, 32, dtype=HALF) for rows in (1, 5, 80)]
+        before = [router(x) for x in inputs]
+        undo = swap.put()
+        for x, expected in zip(inputs, before, strict=True):
+            for one, other in zip(router(x), expected, strict=True):
+                assert one.dtype == other.dtype
+                close(one, other, 2e-3)
+        undo()
 
 
 def test_what_the_kernel_does_not_take_is_torchs():
