@@ -67,6 +67,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--world {args.world} is not --nodes {args.nodes} times --per-node {args.per_node}; leave one out"
         )
+    for option in ("measure", "html", "fit"):  # before the plan is made, which takes its time
+        file = getattr(args, option)
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            parser.error(f"--{option} {file}: there is no folder {Path(file).absolute().parent}; make it first")
     return args
 
 

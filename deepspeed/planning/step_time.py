@@ -106,7 +106,7 @@ def _phases(trace: RankTrace, device: DeviceCeilings) -> tuple[tuple[PhaseTime, 
             if each.phase == phase and not _is_message(trace, each):
                 seconds = each.count * _sending(each, device)
                 costs[f"{each.op} over {each.axis} in {phase}"] += seconds
-                concurrent = trace.overlaps and phase != STEP and _of_samples(each)
+                concurrent = trace.overlaps and phase != STEP and set(each.axis.split("+")) <= set(SAMPLE_AXES)
                 hidden, waited = (hidden + seconds, waited) if concurrent else (hidden, waited + seconds)
         if phase != WEIGHTS or computes or hidden or waited:
             phases.append(PhaseTime(phase, computes, hidden + waited, waited + max(hidden - computes, 0.0)))
@@ -157,10 +157,6 @@ def _sending(each: Collective, device: DeviceCeilings) -> float:
 def _is_message(trace: RankTrace, each: Collective) -> bool:
     """Of a pipeline: what it takes is part of the simulation."""
     return trace.schedule is not None and each.axis == "pp" and each.op in MESSAGES
-
-
-def _of_samples(each: Collective) -> bool:
-    return set(each.axis.split("+")) <= set(SAMPLE_AXES)
 
 
 def _is_product(work: OperationWork) -> bool:

@@ -335,7 +335,8 @@ class _Tracer:
             given = _with_batch(given, job.batch)
         elif given.get(MICRO) == "auto":
             raise UsageError(f'{MICRO} is "auto" in the config; say --batch (batch=), the samples of a micro batch')
-        return initialize(model=model, config=given, model_parameters=_trained(model))[0]
+        trained = [param for param in model.parameters() if param.requires_grad]
+        return initialize(model=model, config=given, model_parameters=trained)[0]
 
     def _profiler(self, engine: DeepSpeedEngine) -> MemoryProfiler:
         parts = engine._parts
@@ -478,10 +479,6 @@ def _with_batch(config: dict[str, Any], batch: int) -> dict[str, Any]:
     if found not in (None, "auto", batch):
         raise UsageError(f"{MICRO} is {found} in the config, and --batch (batch=) says {batch}; remove one of them")
     return {**config, MICRO: batch}
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [param for param in model.parameters() if param.requires_grad]
 
 
 _MESSAGES_OF = {"activation": FORWARD, "gradient": BACKWARD}

@@ -118,7 +118,14 @@ def test_what_cannot_be_planned(job, words, said):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["model.py"], ["m.py", "d.json", "--memory", "0"], ["m.py", "d.json", "--world", "0"]]
+    "words",
+    [
+        [],
+        ["model.py"],
+        ["m.py", "d.json", "--memory", "0"],
+        ["m.py", "d.json", "--world", "0"],
+        ["m.py", "d.json", "--html", "absent/plan.html"],
+    ],
 )
 def test_wrong_words(words, capsys):
     with pytest.raises(SystemExit) as ended:
