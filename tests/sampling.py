@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -20,13 +21,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Leave out what the sample does not need; each process of a run chooses the same."""
     sample = config.getoption("--sample")
+    out = left_out(items) if sample else set()  # whose rows are checked before `-k` and `-m` choose
+    yield
     if not sample and not config.getoption("--pairs"):
         return
-    out = left_out(items) if sample else set()
     tests = defaultdict(list)
     for item in items:
         if id(item) not in out:
