@@ -30,15 +30,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def spent() -> float:
     """Core-seconds of this process, of what it waited for, and of the fork servers with their ranks."""
     servers = [server.process.pid for server in Server.started if server.process is not None]
-    return sum(os.times()[:4]) + sum(map(_of_process, servers))
+    ranks = [int(pid) for server in servers for pid in _read(f"{server}/task/{server}/children").split()]
+    return sum(os.times()[:4]) + sum(map(_of_process, servers + ranks))
 
 
 def _of_process(pid: int) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:  # it has ended, or the system has no such files
-        return 0.0
+    fields = _read(f"{pid}/stat").rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / TICKS
+
+
+def _read(name: str) -> str:
+    try:
+        with open(f"/proc/{name}", encoding="utf-8") as file:
+            return file.read()
+    except OSError:  # it has ended, or the system has no such files
+        return ""
 
 
 @pytest.hookimpl(wrapper=True)

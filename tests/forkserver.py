@@ -21,18 +21,28 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tests.harness import Job, Outcome
 
 GRACE = 2.0  # seconds that the other ranks get once one has failed
-PRELOAD = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo", "pytest", "hypothesis", "hjson")
+PRELOAD = (
+    *("torch", "torch.distributed", "torch.distributed.run", "torch.utils.checkpoint", "torch._dynamo"),
+    *("torch.profiler._cupti_monitor", "pytest", "hypothesis", "hjson"),
+)
 PRELOAD_OURS = (
     *("deepspeed._api", "deepspeed._assemble", "deepspeed.utils.groups", "deepspeed.zero.public.access"),
     *("deepspeed.accelerator.cpu", "deepspeed.accelerator.cuda", "deepspeed.accelerator.vendors"),
     *("deepspeed.launcher.runner", "deepspeed.compile.passes.zero3_compile", "deepspeed.compile.passes.zero2_compile"),
     *("deepspeed.compile.passes.prefetch", "deepspeed.compile.passes.selective_gather"),
+    *("deepspeed.compile.passes.autotp_compile", "deepspeed.compile.passes.offload_activation"),
+    *("deepspeed.compile.passes.offload_adam_states", "deepspeed.compile.passes.zero1_compile"),
+    *("deepspeed.checkpoint.tools", "deepspeed.checkpoint.zero_to_fp32", "deepspeed.planning.command"),
+    *("deepspeed.bench.ds_bench", "deepspeed.launcher.report"),
 )
+
+Key = tuple[str, int, bool, bool]
 
 # Loaded for the first test that compiles, and kept.
 COMPILER = ("torch._inductor.compile_fx", "torch._dynamo.backends.debugging")
@@ -63,31 +73,70 @@ class Rank:
         return file.read_text(errors="replace") or "no stack: the rank did not answer"
 
 
-def serve(connection: Connection) -> None:
-    while True:
-        try:
-            job: Job = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
-        if job.compiles:
-            load(*COMPILER)
-        connection.send_bytes(pickle.dumps(run(job)))
+@dataclass
+class World:
+    """The ranks of a job, which may get another one when all have passed."""
 
+    folder: Path
+    ranks: list[Rank]
 
-def run(job: Job) -> list[Outcome]:
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    started = [fork(job, rank, folder) for rank in range(job.world)]
-    try:
-        collect(started, job.timeout)
-    finally:
-        for rank in started:
+    @staticmethod
+    def of(job: Job) -> World:
+        folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        return World(folder, [fork(job, rank, folder) for rank in range(job.world)])
+
+    def take(self, job: Job) -> None:
+        store = self.folder / "user_store"
+        shutil.rmtree(store) if store.is_dir() else store.unlink(missing_ok=True)
+        for rank in self.ranks:
+            rank.outcome = None
+            os.truncate(self.folder / f"out{rank.rank}", 0)
+            os.truncate(self.folder / f"stack{rank.rank}", 0)
+            with contextlib.suppress(BrokenPipeError):  # it has died, as whoever collects finds
+                rank.connection.send_bytes(pickle.dumps(job))
+
+    def is_good(self) -> bool:
+        return all(rank.outcome is not None and rank.outcome.kind in ("passed", "skipped") for rank in self.ranks)
+
+    def end(self) -> None:
+        for rank in self.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(rank.pid, 0)
             rank.connection.close()
-        shutil.rmtree(folder, ignore_errors=True)
-    return [rank.outcome for rank in started if rank.outcome is not None]
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def serve(connection: Connection) -> None:
+    kept: dict[Key, World] = {}  # of one file
+    while True:
+        try:
+            job: Job = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        for key in [key for key in kept if key[0] != job.file]:
+            kept.pop(key).end()
+        if job.compiles:
+            load(*COMPILER)
+        connection.send_bytes(pickle.dumps(run(job, kept)))
+
+
+def run(job: Job, kept: dict[Key, World]) -> list[Outcome]:
+    key = job.file, job.world, job.init, job.compiles
+    world = kept.pop(key, None) if job.shared else None
+    if world is None:
+        world = World.of(job)
+    else:
+        world.take(job)
+    try:
+        collect(world.ranks, job.timeout)
+        return [rank.outcome for rank in world.ranks if rank.outcome is not None]
+    finally:
+        if job.shared and world.is_good():
+            kept[key] = world
+        else:
+            world.end()
 
 
 def collect(ranks: list[Rank], timeout: float) -> None:
@@ -133,7 +182,7 @@ def fork(job: Job, rank: int, folder: Path) -> Rank:
 
 
 def become(job: Job, rank: int, folder: Path, connection: Connection) -> None:
-    """The life of a rank; never returns. It waits to be killed: no peer sees its sockets close early."""
+    """The life of a rank; never returns. At the end it waits to be killed: no peer sees its sockets close early."""
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a rank never outlives the server
         redirect(folder, rank)
@@ -142,10 +191,26 @@ def become(job: Job, rank: int, folder: Path, connection: Connection) -> None:
         os.environ["TEST_STORE"] = str(folder / "user_store")
         if job.init:
             rendezvous(job, rank, folder)
-        connection.send_bytes(pickle.dumps(execute(job)))
-        connection.poll(None)
+        environment, at = dict(os.environ), os.getcwd()
+        while True:
+            connection.send_bytes(pickle.dumps(execute(job)))
+            if job.shared:
+                tidy(job, environment, at)
+            job = pickle.loads(connection.recv_bytes())
     finally:
         os._exit(0)
+
+
+def tidy(job: Job, environment: dict[str, str], folder: str) -> None:
+    """Undo what a test leaves that another would notice."""
+    for given in job.kwargs.values():
+        if isinstance(given, sys.modules["pytest"].MonkeyPatch):
+            given.undo()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    gc.collect()
+    sys.modules["torch"].manual_seed(0)
 
 
 def redirect(folder: Path, rank: int) -> None:
@@ -193,18 +258,22 @@ def explain(error: BaseException) -> traceback.TracebackException:
 def find(job: Job) -> Any:
     """The undecorated test body; test modules are imported after the fork, so the server never goes stale."""
     name = ".".join(Path(job.file).relative_to(Path.cwd()).with_suffix("").parts)
-    spec = importlib.util.spec_from_file_location(name, job.file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    target: Any = module
+    target: Any = sys.modules.get(name) or import_file(name, job.file)
     for part in job.qualname.split("."):
         target = getattr(target() if isinstance(target, type) else target, part)
     while hasattr(target, "__wrapped__"):
         target = target.__wrapped__
     return target
+
+
+def import_file(name: str, file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def load(*names: str) -> None:

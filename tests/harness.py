@@ -37,6 +37,7 @@ class Job:
     timeout: float
     init: bool
     compiles: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,15 @@ SERVER = Server()
 
 
 def ranks(
-    *sizes: int, timeout: float = 300, init: bool = True, compiles: bool = False
+    *sizes: int, timeout: float = 300, init: bool = True, compiles: bool = False, shared: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the test on that many ranks, once per given size.
 
     With `compiles` the ranks are forked with torch's compiler loaded, which each of them would load for seconds. With
     `init=False` no process group is made: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_SIZE are set and
     `store_path()` names a file that all ranks of the test share, fit for `init_method=f"file://{store_path()}"`.
+    With `shared` the tests of a file, for each size, follow one another in the same processes, of which each pays only
+    once what the first engine takes: for tests that leave nothing behind that others of the file would notice.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
@@ -114,7 +117,7 @@ def ranks(
             world = kwargs.pop("ranks_", sizes[0])
             file = inspect.getsourcefile(function)
             assert file is not None
-            job = Job(os.path.abspath(file), function.__qualname__, kwargs, world, timeout, init, compiles)
+            job = Job(os.path.abspath(file), function.__qualname__, kwargs, world, timeout, init, compiles, shared)
             _judge(SERVER.run(job))
 
         signature = inspect.signature(function)
@@ -125,6 +128,9 @@ def ranks(
         return pytest.mark.parametrize("ranks_", sizes)(run) if len(sizes) > 1 else run
 
     return decorate
+
+
+shared_ranks = functools.partial(ranks, shared=True)
 
 
 def store_path() -> str:

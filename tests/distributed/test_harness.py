@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests import harness
-from tests.harness import ranks
+from tests.harness import ranks, shared_ranks
 
 
 @ranks(2, 3)
@@ -40,6 +40,33 @@ def test_without_a_process_group():
     dist.barrier()
 
 
+SEEN = []
+
+
+@shared_ranks(2)
+def _one_of_several(number, tmp_path, monkeypatch):
+    """It finds the environment, the folder, the numbers and no store, as the first did."""
+    assert list(range(number)) == SEEN
+    SEEN.append(number)
+    assert os.environ.get("LEFT") is None
+    os.environ["LEFT"] = "behind"
+    assert os.environ["RANK"] == str(dist.get_rank())
+    monkeypatch.setattr(dist, "get_rank", lambda: 77)
+    assert not os.path.exists(harness.store_path())
+    dist.barrier()
+    os.makedirs(harness.store_path(), exist_ok=True)
+    assert os.getcwd() == str(harness.ROOT)
+    os.chdir(tmp_path)
+    assert torch.rand(1).item() == torch.rand(1, generator=torch.Generator().manual_seed(0)).item()
+
+
+@shared_ranks(2)
+def _one_fails_of_several():
+    SEEN.append("failed")
+    if dist.get_rank() == 1:
+        raise ValueError(f"tests before this one: {len(SEEN) - 1}")
+
+
 @ranks(2)
 def _one_fails():
     wanted = "a local that explains"
@@ -60,6 +87,18 @@ def _one_never_comes():
     if dist.get_rank() == 0:
         time.sleep(1000)
     dist.barrier()
+
+
+def test_shared_ranks_run_one_test_after_the_other(tmp_path):
+    for number in range(3):
+        _one_of_several(number=number, tmp_path=tmp_path, monkeypatch=pytest.MonkeyPatch())
+
+
+def test_ranks_of_which_one_failed_are_not_used_again():
+    for _ in range(2):
+        with pytest.raises(pytest.fail.Exception) as caught:
+            _one_fails_of_several()
+    assert "tests before this one: 0" in str(caught.value)
 
 
 def test_a_failure_shows_rank_traceback_and_locals():

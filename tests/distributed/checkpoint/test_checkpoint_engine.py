@@ -16,7 +16,7 @@ import deepspeed
 from deepspeed import comm
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError, FeatureUnavailable, UsageError
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 
 class Gzipped(CheckpointEngine):
@@ -84,7 +84,7 @@ def weights(engine):
     return {name: deepspeed.utils.safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
 
 
-@ranks(2)
+@shared_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_it_writes_and_reads_every_file(stage, tmp_path):
     plug = Gzipped()
@@ -117,7 +117,7 @@ def test_it_writes_and_reads_every_file(stage, tmp_path):
     assert reader.calls[-1] == "cleanup"
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_another_stage_reads_it(tmp_path):
     engine = trained(3, 2, Gzipped())
     engine.save_checkpoint(tmp_path)
@@ -128,7 +128,7 @@ def test_another_stage_reads_it(tmp_path):
         torch.testing.assert_close(value, expected[name])
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_commit_that_refuses_is_an_error_and_latest_stays(tmp_path):
     engine = trained(1, 1, Gzipped())
     engine.save_checkpoint(tmp_path, "good")
@@ -138,7 +138,7 @@ def test_a_commit_that_refuses_is_an_error_and_latest_stays(tmp_path):
     assert (tmp_path / "latest").read_text() == "good"
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_nothing_to_load(tmp_path):
     engine = trained(1, 1, Gzipped())
     assert engine.load_checkpoint(tmp_path) == (None, None)
@@ -147,7 +147,7 @@ def test_nothing_to_load(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_the_default_and_what_is_none(tmp_path):
     engine = trained(0, 1)
     assert isinstance(engine.checkpoint_engine, TorchCheckpointEngine)
@@ -176,7 +176,7 @@ def install(folder, name, value):
     (place / "entry_points.txt").write_text(f"[deepspeed.checkpoint_engines]\n{name} = {value}\n")
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_an_installed_package_brings_the_engine_that_a_section_asks_for(tmp_path):
     section = {"nebula": {"enabled": True, "persistent_time_interval": 10}}
     with pytest.raises(FeatureUnavailable, match="no package registers 'nebula' as an entry"):

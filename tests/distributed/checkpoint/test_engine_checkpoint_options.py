@@ -30,7 +30,7 @@ from tests.distributed.checkpoint.test_engine_checkpoints import (
     everything,
     train,
 )
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import make
 
 
@@ -105,7 +105,7 @@ def the_users_own_function(stage, folder, held):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
+@shared_ranks(2)
 def test_what_a_load_is_told_to_take(stage, tmp_path):
     """Of one checkpoint, each into an engine of its own."""
     held = moved(stage, tmp_path)
@@ -120,7 +120,7 @@ class Grown(Mixed):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
+@shared_ranks(2)
 def test_strictness(stage, tmp_path):
     held = moved(stage, tmp_path)
     engine = build(stage, "bf16", make(Grown, seed=3))
@@ -141,7 +141,7 @@ def test_strictness(stage, tmp_path):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
+@shared_ranks(2)
 def test_frozen_parameters_left_out(stage, tmp_path):
     engine = build(stage, "bf16")
     train(engine, 0, 2)
@@ -160,7 +160,7 @@ def test_frozen_parameters_left_out(stage, tmp_path):
 
 @pytest.mark.parametrize("form", ["deepspeed", "safetensors"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(2)
+@shared_ranks(2)
 def test_states_that_are_not_shaped_as_the_parameter(precision, form, tmp_path):
     def begin(seed):
         model = make(Mixed, seed=seed)
@@ -181,7 +181,7 @@ def test_states_that_are_not_shaped_as_the_parameter(precision, form, tmp_path):
     assert train(engine, 2, 4) == wanted
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_into_a_model_made_in_shards(tmp_path):
     held = moved(2, tmp_path)
     with deepspeed.zero.Init():
@@ -191,7 +191,7 @@ def test_into_a_model_made_in_shards(tmp_path):
     assert_equal(everything(engine), held)
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_what_is_not_there(tmp_path):
     engine = build(1)
     assert engine.load_checkpoint(tmp_path / "nowhere") == (None, None)
@@ -205,7 +205,7 @@ def test_what_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(1)
+@shared_ranks(1)
 def test_the_files_of_one_rank(stage, tmp_path):
     engine = build(stage, "bf16", comet={"enabled": False, "api_key": "xyzzy"})
     train(engine, 0, 1)
@@ -228,7 +228,7 @@ def test_the_files_of_one_rank(stage, tmp_path):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_universal(stage, tmp_path):
     held = moved(stage, tmp_path, precision="fp32")
     if dist.get_rank() == 0:
@@ -257,7 +257,7 @@ class Numbers(torch.utils.data.Dataset):
         return torch.randint(17, (5,), generator=generator), torch.tensor([place] * 5) % 17
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_place_in_the_data(tmp_path):
     def steps(engine, batches, count):
         seen = []
@@ -283,7 +283,7 @@ def test_the_place_in_the_data(tmp_path):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_in_the_background(stage, tmp_path):
     engine = build(stage, "bf16", checkpoint={"writer": {"decoupled": True}, "keep_last": 2})
     kept = {}
@@ -300,7 +300,7 @@ def test_in_the_background(stage, tmp_path):
     assert_equal(everything(engine), kept[4])
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_an_error_in_the_background_comes_with_the_next_call(tmp_path):
     engine = build(1, checkpoint={"writer": {"decoupled": True}})
     engine.save_checkpoint(tmp_path / "ok")
@@ -318,7 +318,7 @@ def test_an_error_in_the_background_comes_with_the_next_call(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["PYTHON", "MOCK"])
-@ranks(2)
+@shared_ranks(2)
 def test_other_writers(kind, tmp_path):
     writer = {"type": kind.lower(), "io_buffer_size": 1 << 20, "show_statistics": True}
     engine = build(1, checkpoint={"writer": writer})
@@ -326,7 +326,7 @@ def test_other_writers(kind, tmp_path):
     assert (tmp_path / "global_step0").exists() == (kind == "PYTHON")
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_cannot_be_saved_fails_on_all_ranks(tmp_path):
     engine = build(1)
     state = {"model": object()} if dist.get_rank() == 0 else {}  # only the first rank's is written
@@ -351,7 +351,7 @@ BAD_ARGUMENTS = {
 }
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_arguments_that_cannot_be_fail_on_all_ranks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     engine = build(1)
@@ -369,7 +369,7 @@ def test_arguments_that_cannot_be_fail_on_all_ranks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
+@shared_ranks(2)
 def test_a_load_that_fails_half_way_is_not_trained_on(stage, tmp_path, monkeypatch):
     engine = build(stage)
     train(engine, 0, 1)
@@ -396,7 +396,7 @@ def test_a_load_that_fails_half_way_is_not_trained_on(stage, tmp_path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["bad", "good"]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_damage_fails_on_all_ranks(tmp_path):
     engine = build(1)
     train(engine, 0, 1)
@@ -411,7 +411,7 @@ def test_damage_fails_on_all_ranks(tmp_path):
         engine.load_checkpoint(tmp_path)
 
 
-@ranks(3)
+@shared_ranks(3)
 def test_one_rank_alone(tmp_path):
     """The others go on, to a collective in which they wait; afterwards all can save."""
     rank_meeting.PATIENCE = math.inf  # ranks that are busy would be waited for without end
@@ -440,7 +440,7 @@ class Touch(logging.Handler):
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-@ranks(2)
+@shared_ranks(2)
 def test_a_rank_that_is_busy_is_waited_for(tmp_path, hangs):
     """The thread that answers for it also runs where hangs are not watched, and there is no other one between saves."""
     engine = build(2, checkpoint={"rank_wait": 2.0}, hangs={"enabled": hangs})
@@ -456,7 +456,7 @@ def test_a_rank_that_is_busy_is_waited_for(tmp_path, hangs):
     assert engine.save_checkpoint(tmp_path)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_nodes_with_storage_of_their_own(tmp_path):
     """Two nodes of one rank each: every node writes what it needs, and loads it."""
     rank = dist.get_rank()

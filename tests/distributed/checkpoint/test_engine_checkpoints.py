@@ -11,7 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import Tiny, batches, make, share
 
 STAGES = (0, 1, 2, 3)
@@ -116,7 +116,7 @@ def assert_equal(one, other):
 @pytest.mark.parametrize("form", ["deepspeed", "safetensors"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_a_resumed_run_is_the_same_run(stage, precision, form, tmp_path):
     options = {"checkpoint": {"format": form}}
     engine = build(stage, precision, **options)

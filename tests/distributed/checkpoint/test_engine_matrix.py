@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from tests.checkpoint_states import EXPECTED, FIXTURES
 from tests.checkpoint_states import Net as Fixture
 from tests.covering import triples
-from tests.harness import ranks
+from tests.harness import ranks, shared_ranks
 from tests.models import batches, make, share
 
 STAGES = (0, 1, 2, 3)
@@ -161,7 +161,7 @@ def check(engine, place, precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@ranks(*WORLDS)
+@shared_ranks(*WORLDS)
 def test_any_stage_and_number_of_ranks(saved, precision):
     for stage in STAGES:
         engine = build(stage, precision, seed=5)
@@ -173,7 +173,7 @@ def test_any_stage_and_number_of_ranks(saved, precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_any_precision(saved, precision):
     for stage in STAGES:
         engine = build(stage, precision, seed=5)
@@ -190,7 +190,7 @@ def three_groups(model):
     return [{"params": params[2:]}, {"params": params[:1], "weight_decay": 0.5}, {"params": params[1:2]}]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_other_groups_of_the_optimizer(saved):
     for stage in STAGES:
         engine = build(stage, "bf16", three_groups, seed=5)
@@ -259,7 +259,7 @@ def go_on(engine, name):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_what_deepspeed_wrote(precision):
     # Rounded otherwise on other processors and numbers of ranks, and at its own stage 3, which has another order.
     close = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 2e-4}[precision]

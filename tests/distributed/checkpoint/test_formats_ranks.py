@@ -11,11 +11,11 @@ import torch.distributed as dist
 from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.fragments import ContiguousLayout, StripedLayout
 from tests.checkpoint_states import SMALL, WRITERS
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 
 @pytest.mark.parametrize("form", ["deepspeed", "native"])
-@ranks(2, 4)
+@shared_ranks(2, 4)
 def test_ranks_write_and_read_their_parts(tmp_path: Path, form: str):
     rank, world = dist.get_rank(), dist.get_world_size()
     for stage in (0, 2, 3):

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.storage.block_writer import WriterOptions
 from deepspeed.checkpoint.storage.manager import CheckpointManager, SavePolicy, SaveRequest
 from deepspeed.checkpoint.storage.rank_meeting import default_exchange
 from deepspeed.errors import CheckpointError
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 
 def manager(wait=60.0, **policy):
@@ -33,7 +33,7 @@ def steps(folder):
     return [safe_load(found.path / name)["step"] for name in sorted(files)]
 
 
-@ranks(2, 4)
+@shared_ranks(2, 4)
 def test_save_and_find(tmp_path):
     rank, world = dist.get_rank(), dist.get_world_size()
     saver = manager()
@@ -51,7 +51,7 @@ def test_save_and_find(tmp_path):
     dist.barrier()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_background_save(tmp_path):
     saver = manager(background=True)
     for step in range(3):
@@ -61,7 +61,7 @@ def test_a_background_save(tmp_path):
     assert steps(tmp_path) == [2, 2]
 
 
-@ranks(3)
+@shared_ranks(3)
 def test_a_limit_on_one_rank_fails_all(tmp_path):
     rank, saver = dist.get_rank(), manager(writer=WriterOptions(direct=False))
     saver.save(request(tmp_path, "a", 1))
@@ -92,7 +92,7 @@ def as_nobody(act):
     return run
 
 
-@ranks(3)
+@shared_ranks(3)
 @pytest.mark.parametrize(("victim", "step"), [(0, "_prepare"), (0, "_seal"), (2, "_write")])
 def test_a_forbidden_directory_on_one_rank_fails_all(tmp_path, victim, step):
     rank, saver = dist.get_rank(), manager()
@@ -111,7 +111,7 @@ def test_a_forbidden_directory_on_one_rank_fails_all(tmp_path, victim, step):
     assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
 
 
-@ranks(3)
+@shared_ranks(3)
 @pytest.mark.parametrize("caller", [0, 1])
 def test_a_save_on_one_rank_only(tmp_path, caller):
     rank, saver = dist.get_rank(), manager(wait=0.3)
@@ -127,7 +127,7 @@ def test_a_save_on_one_rank_only(tmp_path, caller):
     assert steps(tmp_path) == [2, 2, 2]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_different_tags(tmp_path):
     rank = dist.get_rank()
     with pytest.raises(CheckpointError, match=r"rank 0 says 'tag0', but rank 1 'tag1'"):
@@ -136,7 +136,7 @@ def test_different_tags(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["latest", "tag0"]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_damaged_file_is_named_on_every_rank(tmp_path):
     saver = manager()
     saver.save(request(tmp_path, "good", 1))

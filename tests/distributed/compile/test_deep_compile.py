@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed.errors import UsageError
 from deepspeed.log import logger
 from tests.closeness import Training, assert_same_training
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.user_models import ADAMW, MODELS, WIDTH, Odd, Primes, Tied, Two, run, whole
 
 DEEP = {"compile": {"deepcompile": True}}
@@ -107,7 +107,7 @@ class Branching(nn.Module):
 
 
 @pytest.mark.parametrize("names", [SOME, sorted({*MODELS} - {*SOME, "Sparse"})], ids=["some", "others"])
-@ranks(2, compiles=True)
+@shared_ranks(2, compiles=True)
 def test_models(names):
     for name in names:
         expected, seen = run(MODELS[name], 0), []
@@ -118,7 +118,7 @@ def test_models(names):
             assert deep.runs == 8 * len(graphs(deep)), f"{name}: forward and backward of 4 steps run as graphs"
 
 
-@ranks(2, compiles=True)
+@shared_ranks(2, compiles=True)
 def test_gathered_memory_is_bounded_by_the_passes():
     """What is gathered at once is what the passes planned, and less than the model; residents stay."""
     expected, seen, most = run(Primes, 0), [], []
@@ -168,7 +168,7 @@ COMPOSITIONS = {
 }
 
 
-@ranks(2, compiles=True)
+@shared_ranks(2, compiles=True)
 def test_compositions():
     for number, (name, options) in enumerate(COMPOSITIONS.items()):
         config = {**options.get("config", {}), **DEEP}
@@ -179,7 +179,7 @@ def test_compositions():
             assert seen[-1].runs >= 8, (stage, name)
 
 
-@ranks(2, compiles=True)
+@shared_ranks(2, compiles=True)
 def test_evaluation_between_steps_and_hooks_that_come_late():
     def evaluates(step, engine):
         x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
@@ -210,7 +210,7 @@ def test_evaluation_between_steps_and_hooks_that_come_late():
 
 
 @pytest.mark.slow
-@ranks(2, compiles=True)
+@shared_ranks(2, compiles=True)
 def test_inductor():
     for kind, stage in ((Tied, 1), (Odd, 3)):
         assert_same_training(run(kind, stage, config=DEEP, each=compiled(backend="inductor")), run(kind, 0))
@@ -253,7 +253,7 @@ def trained(stage, config, each, lengths=(4, 4, 6, 3, 5)):
     return Training(before, after, losses)
 
 
-@ranks(2, compiles=True)
+@shared_ranks(2, compiles=True)
 def test_branches_lists_and_other_shapes():
     expected = trained(0, {}, lambda *_: None)
     first = Branching.forward.__code__.co_firstlineno
@@ -267,7 +267,7 @@ def test_branches_lists_and_other_shapes():
             assert [text for text in told if "dynamic shapes" in text and __file__ in text], told
 
 
-@ranks(2, compiles=True)
+@shared_ranks(2, compiles=True)
 def test_what_is_not_captured():
     """It runs in Python, trains the same, and is told once with its line."""
     expected, seen = run(Broken, 0), []

@@ -8,7 +8,7 @@ import torch
 import deepspeed
 from tests.clients import tiny
 from tests.distributed.compression.test_training import technique
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 SCORED = {
     "sparse_pruning": technique(["gate_proj", "down_proj"], {"dense_ratio": 0.5}, method="topk", schedule_offset=0),
@@ -46,7 +46,7 @@ def trained(section, **split):
     return losses, held
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_gradients_choose_is_what_they_choose_of_whole_layers():
     for section in (SCORED, BLOCKS):
         (losses, held), (expected, wanted) = trained(section, tensor_parallel={"autotp_size": 2}), trained(section)
@@ -56,7 +56,7 @@ def test_what_gradients_choose_is_what_they_choose_of_whole_layers():
                 torch.testing.assert_close(held[name], value, rtol=1e-3, atol=1e-4)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_layers_that_ranks_share_compute_what_whole_ones_do():
     bits = {"start_bits": 6, "target_bits": 6}
     section = {

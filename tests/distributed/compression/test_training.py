@@ -19,7 +19,7 @@ from deepspeed.compression.scheduler import compression_scheduler
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.pipe import PipelineModule
 from tests.hanging import play
-from tests.harness import ranks, store_path
+from tests.harness import ranks, shared_ranks, store_path
 from tests.models import Tiny, batches, make, share
 from tests.unit.compression.test_eigenvalue import Blocks, dense
 
@@ -133,7 +133,7 @@ def weights(engine):
     return {name: value.clone() for name, value in engine.module_state_dict().items()}
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_every_stage_computes_what_one_process_does():
     expected, _ = plain(EVERYTHING)
     scored = {"sparse_pruning": technique(["down"], {"dense_ratio": 0.5}, method="topk", schedule_offset=0)}
@@ -158,7 +158,7 @@ def test_every_stage_computes_what_one_process_does():
 EIGEN = {"enabled": True, "layer_name": "layers", "stability": 0, "tol": 1e-5, "max_iter": 300}
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_eigenvalues_of_all_samples_decide_how_long_bits_last():
     inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
     top = dense(Blocks(), inputs)
@@ -203,7 +203,7 @@ def test_eigenvalues_of_all_samples_decide_how_long_bits_last():
         assert other == pytest.approx(losses[0], rel=1e-4)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_eigenvalues_are_refused_where_they_cannot_be_computed():
     moq = {"quantize_training": {"enabled": True, "quantize_schedule": {"quantize_period": 1}}}
     for model, section, said in (
@@ -256,14 +256,14 @@ def resumes_bit_equal(stage, saved, end, **sections):
     return engine.module
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_blocks_go_on_where_a_checkpoint_left_off():
     for stage, precision in ((1, {"bf16": {"enabled": True}}), (3, {})):
         module = resumes_bit_equal(stage, 2, 4, compression_training=BLOCKS, **precision)
         assert module.up.sparse_mask_scores.dtype is torch.int32
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_moq_resumes_bit_equal():
     for stage, precision in ((0, {}), (2, {"bf16": {"enabled": True}}), (3, {})):
         resumes_bit_equal(stage, 3, 6, quantize_training=MOQ, **precision)

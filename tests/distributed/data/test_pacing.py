@@ -20,7 +20,7 @@ from deepspeed.data.dynamic_batching import (
 )
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.pipe import PipelineModule
-from tests.harness import ranks, store_path
+from tests.harness import shared_ranks, store_path
 
 pytestmark = pytest.mark.usefixtures("with_transformers")
 
@@ -108,7 +108,7 @@ def train(engine, first: int, stop: int, rows: int, rank: int) -> list[tuple[fro
     return chosen
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_blocks_are_dropped_at_every_stage_and_a_resumed_run_drops_the_same():
     folder, rank = Path(store_path()).parent / "saved", dist.get_rank()
     for stage in (0, 1, 2, 3):
@@ -129,7 +129,7 @@ def test_blocks_are_dropped_at_every_stage_and_a_resumed_run_drops_the_same():
         again.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_tensor_parallelism_and_pipelines_see_the_same_blocks_and_lengths():
     settings = config(progressive_layer_drop=DROP, curriculum_learning={**CURRICULUM, "cut_batches": True})
     engine, *_ = deepspeed.initialize(model=llama(), config={**settings, "tensor_parallel": {"autotp_size": 2}})
@@ -168,7 +168,7 @@ def padded(sample: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tens
     return {name: nn.functional.pad(each, (0, length - len(each))) for name, each in sample.items()}
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_pipeline_trains_on_packs_as_one_process_does():
     texts = Texts()
     lengths = [len(texts[number]["input_ids"]) for number in range(len(texts))]
@@ -199,7 +199,7 @@ def test_a_pipeline_trains_on_packs_as_one_process_does():
         optimizer.zero_grad()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_dropped_blocks_cost_nothing():
     settings = config(progressive_layer_drop={**DROP, "theta": 0.1, "gamma": 50.0})
     engine, *_ = deepspeed.initialize(model=llama(), config=settings)
@@ -231,7 +231,7 @@ class Told(nn.Module):
         return self.layer(x).mean()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_a_model_that_wants_it_gets_length_and_theta():
     pld = {"enabled": True, "theta": 0.5, "gamma": 0.1}
     settings = config(curriculum_learning=CURRICULUM, progressive_layer_drop=pld, gradient_accumulation_steps=2)
@@ -256,7 +256,7 @@ def test_a_model_that_wants_it_gets_length_and_theta():
         engine.set_custom_curriculum_learning_schedule({"other": len})
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_what_would_have_no_effect_is_refused():
     for section, said in (
         ({"curriculum_learning": CURRICULUM}, "Set curriculum_learning.cut_batches to true"),

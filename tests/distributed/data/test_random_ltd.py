@@ -24,7 +24,7 @@ from deepspeed.data.random_ltd import (
 )
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.pipe import PipelineModule
-from tests.harness import ranks, store_path
+from tests.harness import shared_ranks, store_path
 
 pytestmark = pytest.mark.usefixtures("with_transformers")
 
@@ -85,7 +85,7 @@ def weights(engine) -> torch.Tensor:
     return torch.cat([each.flatten().float() for each in engine.module_state_dict().values()])
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_every_stage_trains_alike_and_resumes_bit_equal():
     folder, found = Path(store_path()).parent / "saved", []
     for stage in (0, 1, 2, 3) if dist.get_world_size() > 1 else (0,):
@@ -108,7 +108,7 @@ def test_every_stage_trains_alike_and_resumes_bit_equal():
         torch.testing.assert_close(each, found[0])
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_dropped_tokens_cost_nothing_and_come_out_as_they_went_in():
     engine = build()
     layer = engine.module.model.layers[1]
@@ -174,7 +174,7 @@ def plain(steps: int) -> dict[str, torch.Tensor]:
     return save_without_random_ltd(model)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_tensor_parallelism_and_pipelines_drop_the_same_tokens():
     expected = plain(4)
     engine = build(tensor_parallel={"autotp_size": 2})
@@ -198,7 +198,7 @@ def test_tensor_parallelism_and_pipelines_drop_the_same_tokens():
         torch.testing.assert_close(value, expected[name])
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_the_learning_rate_follows_layer_tokens():
     step = 2 * (2 * 4 + 2 * LENGTH)
     schedule = {"enabled": True, "total_layer_tokens": 10 * step, "warmup_layer_tokens": 2 * step}
@@ -214,7 +214,7 @@ def test_the_learning_rate_follows_layer_tokens():
         build(ltd={"layer_token_lr_schedule": schedule}, scheduler={"type": "WarmupLR", "params": {}})
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_what_does_not_fit_is_named():
     with pytest.raises(DeepSpeedConfigError, match=r"layer_id has 7; numbers are below total_layer_num \(4\)"):
         build(ltd={"random_ltd_layer_id": [1, 7]})

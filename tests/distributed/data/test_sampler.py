@@ -17,7 +17,7 @@ from deepspeed.data.analyzer import DataAnalyzer
 from deepspeed.data.indexed_dataset import MMapIndexedDataset
 from deepspeed.data.sampler import DeepSpeedDataSampler
 from deepspeed.errors import DeepSpeedConfigError
-from tests.harness import ranks, store_path
+from tests.harness import shared_ranks, store_path
 from tests.kills import count, killed_at
 from tests.unit.data.oracle import Lengths, analyse
 
@@ -144,7 +144,7 @@ class Rows(torch.utils.data.Dataset):
         return torch.full((12, 4), float(VALUES[index]))
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_an_engine_trains_on_it_and_resumes_bit_equal():
     folder, world = Path(store_path()).parent, dist.get_world_size()
     if dist.get_rank() == 0:

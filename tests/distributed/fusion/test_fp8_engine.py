@@ -8,7 +8,7 @@ from torch import nn
 import deepspeed
 from deepspeed.fusion import fp8_linear as feed_forward8
 from deepspeed.fusion.fp8_linear import Fp8Products
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 
 class Net(nn.Module):
@@ -46,7 +46,7 @@ def train(stage, section, steps=30):
     return losses
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_curve_beside_that_of_16_bits_at_every_stage():
     exact = train(0, {"enabled": False})
     for scaling in ("tensor", "row", "block"):
@@ -59,7 +59,7 @@ def test_the_curve_beside_that_of_16_bits_at_every_stage():
     assert train(0, {"enabled": True, "scaling": "auto"}) == curves[0], "the most exact, where nothing is measured"
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_a_device_without_such_units_is_told():
     told = []
     with pytest.MonkeyPatch.context() as patch:
@@ -68,7 +68,7 @@ def test_a_device_without_such_units_is_told():
     assert any("multiplied as float32" in message for message in told) == (not torch.cuda.is_available())
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_layers_that_stay_are_chosen_by_name():
     torch.manual_seed(0)
     engine, *_ = deepspeed.initialize(
@@ -82,7 +82,7 @@ def test_layers_that_stay_are_chosen_by_name():
 
 
 @pytest.mark.parametrize("section", ["fp8", "fused_kernels"])
-@ranks(1)
+@shared_ranks(1)
 def test_a_pattern_that_leaves_nothing_alone_is_told(section):
     told = []
     for asked in ({"exclude": ["first", "lsat"]}, {}, {"enabled": False, "exclude": ["lsat"]}):
@@ -143,7 +143,7 @@ def train_decoder(stage, *, leaves=False, together=True):
 
 
 @pytest.mark.usefixtures("with_transformers")
-@ranks(2)
+@shared_ranks(2)
 def test_layers_that_are_computed_as_one_at_every_stage():
     apart, none = train_decoder(0, together=False)
     assert none == (0, 0)

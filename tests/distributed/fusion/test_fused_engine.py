@@ -7,7 +7,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.fusion.head import LazyLogits
 from tests.closeness import Training, assert_same_training
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.user_models import whole
 
 pytestmark = pytest.mark.usefixtures("with_transformers")
@@ -80,7 +80,7 @@ def train(stage, checkpoints, tied, family, section):
     return Training(before, after, losses, norms)
 
 
-@ranks(2)
+@shared_ranks(2)
 @pytest.mark.parametrize(("stage", "checkpoints", "tied", "family"), CASES)
 def test_the_same_training(stage, checkpoints, tied, family):
     fused = train(stage, checkpoints, tied, family, {"enabled": True})

@@ -14,7 +14,7 @@ from deepspeed.errors import UsageError
 from deepspeed.fusion import streamed
 from deepspeed.generate import weights
 from deepspeed.inference import LLM, SamplingParams
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.unit.generate.families import prompts_of, small_cache, tiny
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0, logprobs=0)
@@ -39,13 +39,13 @@ def compare(kind: str, size: int, **changes: Any) -> None:
         torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), rtol=1e-5, atol=1e-5)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_two_ranks():
     for kind in SAMPLE:
         compare(kind, 2)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_a_request_asks_for_on_two_ranks():
     """Sampling without a seed, a full cache, rounded weights, speculation."""
     params = SamplingParams(max_tokens=8, n=2, top_p=0.9)
@@ -67,7 +67,7 @@ def test_what_a_request_asks_for_on_two_ranks():
         assert [each.token_ids for each in found] == [each.token_ids for each in expected], keys
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_numbers_that_do_not_divide():
     with pytest.raises(UsageError, match="tp_size is 3, which does not divide 2 ranks"):
         LLM(tiny(), small_cache(), tensor_parallel={"tp_size": 3})
@@ -75,13 +75,13 @@ def test_numbers_that_do_not_divide():
     compare("llama", 2, hidden_size=24, num_attention_heads=3, num_key_value_heads=3)  # two heads, and one
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_four_ranks():
     compare("llama", 4, num_key_value_heads=4)
     compare("llama", 2)  # two groups of two ranks
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_products_of_one_input_are_one():
     """Queries, keys and values, and gate and up, of what a rank has of them; experts beside them."""
     modes = {"llama": (None, "w4a16", "fp8"), "qwen2": (None, "w8a16"), "qwen3_moe": (None, "w8a16")}

@@ -12,7 +12,7 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.interface import shards_of
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 pytestmark = pytest.mark.usefixtures("with_transformers")
 
@@ -21,7 +21,7 @@ def llama(**keys):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     more = {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 256, "pad_token_id": 0}
     return LlamaForCausalLM(LlamaConfig(**sizes, **more, eos_token_id=2, attention_dropout=0.2, **keys))
 
@@ -79,7 +79,7 @@ def prompts(rank):
     return {"input_ids": rows, "attention_mask": mask}
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_tokens_and_losses(tmp_path):
     rank = dist.get_rank()
     # ranks hold other prompts, and end at other times
@@ -105,7 +105,7 @@ def test_tokens_and_losses(tmp_path):
         assert "generate" not in vars(engine.module)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_phases():
     """In eval mode parameters stay whole and states away until training goes on; then all is as it was."""
     given = {**prompts(dist.get_rank()), "max_new_tokens": 6, "do_sample": False}
@@ -143,7 +143,7 @@ def test_phases():
         assert all(value <= 0 for value in one.logprobs)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_slices():
     """Neighbours share the layers while they generate: no rank has a whole one."""
     rank = dist.get_rank()
@@ -205,7 +205,7 @@ def with_pairs(model):
     return model
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_adapters():
     given = {**prompts(dist.get_rank()), "max_new_tokens": 6, "do_sample": False}
     for change in (with_lora, with_pairs):

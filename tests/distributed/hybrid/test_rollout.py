@@ -12,12 +12,12 @@ from deepspeed.errors import UsageError
 from deepspeed.events import RolloutCompared
 from deepspeed.hybrid.rollout import HybridEngineRollout, RolloutRequest, SamplingConfig, build_rollout
 from tests.distributed.hybrid.test_hybrid_engine import llama, plain, prompts, start, train
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 pytestmark = pytest.mark.usefixtures("with_transformers")
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_rollouts():
     given = prompts(dist.get_rank())
     request = RolloutRequest(given["input_ids"], given["attention_mask"])
@@ -59,7 +59,7 @@ def live_bytes(known):
     return sum(found.values())
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_streamed_weights():
     """Two buckets of memory at most, at every stage and with shared layers; another engine takes them."""
     from deepspeed.generate.llm import LLM
@@ -97,7 +97,7 @@ def test_streamed_weights():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_other_precisions_and_places():
     """Numbers of half the width, autocast, parameters in host memory: rollouts are the trainer's."""
     given = prompts(dist.get_rank())

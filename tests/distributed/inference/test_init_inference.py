@@ -12,15 +12,17 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import deepspeed
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.inference import LLM, SamplingParams
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.unit.inference.test_engine import empty, ids, llama
+
+pytestmark = pytest.mark.usefixtures("with_transformers")
 
 
 def logits(engine):
     return engine(ids(2, 9)).logits.float()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_ways_to_share_layers():
     expected = llama()(ids(2, 9)).logits
     block = type(llama().model.layers[0])
@@ -50,7 +52,7 @@ def test_ways_to_share_layers():
     assert torch.equal(*others)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_experts():
     def mixtral():
         torch.manual_seed(0)
@@ -62,7 +64,7 @@ def test_experts():
     torch.testing.assert_close(logits(engine), mixtral()(ids(2, 9)).logits, atol=1e-5, rtol=0)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_files(tmp_path):
     """Written by one or two ranks, read by one or two, with and without a word about how they are cut."""
     rank, expected = dist.get_rank(), llama()(ids(2, 9)).logits

@@ -29,7 +29,7 @@ from deepspeed.tensor_parallel import whole_parameters
 from deepspeed.zero import GatheredParameters
 from tests.closeness import Training, assert_same_training
 from tests.covering import pairs
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH, RANK, ALPHA, STEPS = 32, 4, 8.0, 3
 SPLIT = {
@@ -159,7 +159,7 @@ def train(engine):
     return losses
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_same_training_at_every_stage():
     """Also what rests: bytes of codes, a half of them where two ranks share a weight, in host memory if it is told."""
     plain = {form: expected(config) for form, config in FORMS.items()}
@@ -182,7 +182,7 @@ def test_the_same_training_at_every_stage():
         engine.destroy()
 
 
-@ranks(2, 4)
+@shared_ranks(2, 4)
 def test_ranks_that_split_layers(tmp_path):
     """By outputs and by inputs, with frozen weights in every form; codes are cut, not made anew."""
     plain = {form: expected(config) for form, config in FORMS_OF_PARTS.items()}
@@ -213,7 +213,7 @@ def test_ranks_that_split_layers(tmp_path):
         engine.destroy()
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_ranks_of_a_stage_share_weights():
     """Of two stages, of which one alone has a layer of this name."""
     lora = LoRAConfig(lora_r=RANK, lora_alpha=ALPHA, base_weight_sharding=2, target_mods=["q_proj"])
@@ -257,7 +257,7 @@ def dequantised(engine):
     return torch.cat(parts)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_models_that_are_built_in_shards():
     """`zero.Init` around `linear.Init` or inside of it; what rests is in shards again, or this rank's part."""
     for form, inside, hold in pairs(list(FORMS), (True, False), ("parameter", "shared")):
@@ -281,7 +281,7 @@ def test_models_that_are_built_in_shards():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_codes_at_stage_3_on_the_host_and_in_checkpoints(tmp_path):
     """ZeRO moves a parameter of codes through its tiers; a checkpoint has it; adapters go to PEFT's files and back."""
     model = built("int4")
@@ -303,7 +303,7 @@ def test_codes_at_stage_3_on_the_host_and_in_checkpoints(tmp_path):
     assert all(torch.equal(found[name], value) for name, value in after.items())
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_ranks_that_share_a_weight(tmp_path):
     """The first rank's values count where parts are alike; another weight is loaded in parts; a copy shares too."""
     torch.manual_seed(dist.get_rank())
@@ -331,7 +331,7 @@ def test_ranks_that_share_a_weight(tmp_path):
     other.load_checkpoint(str(tmp_path))
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_does_not_fit():
     with pytest.raises(UsageError, match="base_weight_sharding is 3, which does not divide the 2 ranks"):
         built("plain", base_weight_sharding=3)

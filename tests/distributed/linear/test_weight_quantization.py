@@ -17,7 +17,7 @@ from deepspeed.zero import GatheredParameters
 from deepspeed.zero.parameters.shard import shard_of
 from tests.closeness import Training, assert_same_training
 from tests.covering import pairs
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH, STEPS = 64, 3
 
@@ -95,7 +95,7 @@ def whole(model, names):
         return {name: param.detach().clone() for name, param in named.items()}
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_engine_quantises_at_every_stage(tmp_path):
     """The same training as with rounded weights; a checkpoint has the codes, and the optimizer knows the parameter."""
     for stage, bits, (symmetric, dim) in pairs((0, 1, 2, 3), (8, 4), ((False, 1), (True, 1), (False, 0))):
@@ -121,7 +121,7 @@ def test_the_engine_quantises_at_every_stage(tmp_path):
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_ranks_that_split_quantised_layers():
     """An embedding by its tokens, layers by outputs and by inputs; of a model that is built in shards, too."""
     for stage, symmetric, built in ((1, False, nullcontext), (3, True, nullcontext), (3, False, deepspeed.zero.Init)):
@@ -165,7 +165,7 @@ class Longer(Net):
         return self.embed
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_zero_init_quantises():
     """Shards rest and travel as codes from birth on, where the chunks live; what is loaded later is encoded, too."""
     world = dist.get_world_size()
@@ -200,7 +200,7 @@ def test_zero_init_quantises():
         engine.destroy()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_what_does_not_fit():
     groups = {"num_bits": 8, "group_size": 16}
 

@@ -15,7 +15,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.moe.stacked_experts import SpreadStack
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.distributed.moe.models import StackedExperts, StackedModel, batches
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 pytest.importorskip("transformers")
 
@@ -95,7 +95,7 @@ def compare(case, model, plain):
     engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_families():
     for case in (
         Case("mixtral", 0),
@@ -125,7 +125,7 @@ class Strange(StackedExperts):
         return tokens
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_cannot_be_spread_is_an_error_that_names_the_module():
     def refused(model, **section):
         with pytest.raises(DeepSpeedConfigError) as found:
@@ -152,7 +152,7 @@ def test_what_cannot_be_spread_is_an_error_that_names_the_module():
         deepspeed.initialize(model=StackedModel(), config=config(expert_parallel={"top_k": 1}))
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_every_order_of_ranks_and_an_optimizer_of_the_scripts():
     """Own code, an optimizer made before, and ranks that get no token."""
     for data_first, stage in ((False, 1), (True, 0), (True, 3)):

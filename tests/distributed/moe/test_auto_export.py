@@ -14,7 +14,7 @@ from deepspeed.errors import UsageError
 from deepspeed.moe import placement as exporting
 from tests.distributed.moe.models import Model, StackedModel
 from tests.distributed.moe.test_auto import config, tokens_of
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -32,7 +32,7 @@ def plain_config():
     return made
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_all_ranks_together():
     torch.manual_seed(0)
     model = StackedModel()
@@ -55,7 +55,7 @@ def test_all_ranks_together():
     assert "whole" not in model.state_dict()._metadata[""], "nobody is left to ask"
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_layers_of_experts():
     """Experts of `MoE` get their numbers in the whole model; a layer of which each rank has all stays."""
     torch.manual_seed(dist.get_rank())
@@ -71,7 +71,7 @@ def test_layers_of_experts():
     engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_one_rank_alone_is_told():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting, "default_exchange", functools.partial(exporting.default_exchange, wait=1.0))
@@ -87,7 +87,7 @@ def test_one_rank_alone_is_told():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_sharded_parameters_stay_what_they_were():
     model = StackedModel()
     engine, *_ = deepspeed.initialize(model=model, config=config(3))
@@ -95,7 +95,7 @@ def test_sharded_parameters_stay_what_they_were():
     engine.destroy()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_one_rank_has_everything():
     model = StackedModel()
     engine, *_ = deepspeed.initialize(model=model, config=config(size=1))
@@ -103,7 +103,7 @@ def test_one_rank_has_everything():
     engine.destroy()
 
 
-@ranks(2, timeout=300)
+@shared_ranks(2, timeout=300)
 def test_accelerate():
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
@@ -129,7 +129,7 @@ def test_accelerate():
     engine.destroy()
 
 
-@ranks(2, timeout=300)
+@shared_ranks(2, timeout=300)
 def test_trainer(tmp_path):
     from transformers import MixtralForCausalLM, Trainer
 

@@ -18,7 +18,7 @@ from deepspeed.parallel import ParallelLayout
 from deepspeed.parallel.mpu import current_layout
 from deepspeed.published import groups
 from tests.distributed.moe.models import EXPERTS, TOKENS, WIDTH, Model, adopt, batches, scrambled
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 
 def config(**sections):
@@ -40,7 +40,7 @@ class Sent:
         monkeypatch.setattr(comm, "all_to_all_single", counted)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_bytes_are_those_of_the_formula():
     with pytest.MonkeyPatch.context() as patch, ParallelLayout.build() as layout:
         sent = Sent(patch)
@@ -62,7 +62,7 @@ def test_bytes_are_those_of_the_formula():
                 assert total.item() == 2 * TOKENS * k * WIDTH * 4
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_dense_part_runs_while_tokens_travel():
     order = []
     plain = comm.all_to_all_single
@@ -93,7 +93,7 @@ def test_the_dense_part_runs_while_tokens_travel():
             assert order == "leave dense arrive leave arrive leave arrive leave dense arrive".split()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_an_overflow_of_one_expert_is_everybodys():
     whole = scrambled(Model(k=1))
     for stage in (0, 2, 3):
@@ -110,7 +110,7 @@ def test_an_overflow_of_one_expert_is_everybodys():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_tensor_parallel_ranks_take_a_part_of_the_tokens_each():
     """Experts that are not split: ranks that have equal tokens send different ones, and all get all results."""
     with ParallelLayout.build(tp=2) as layout:
@@ -140,7 +140,7 @@ def test_tensor_parallel_ranks_take_a_part_of_the_tokens_each():
         current_layout.reset()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_sizes_that_do_not_fit_are_refused():
     layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 3, ep_size=3)
     with pytest.raises(LayoutError, match="expert-parallel size 3 does not divide the 2 ranks"):

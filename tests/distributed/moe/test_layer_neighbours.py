@@ -14,7 +14,7 @@ from deepspeed.errors import UsageError
 from deepspeed.moe.layer import MoE
 from tests.distributed.moe.models import WIDTH, Model, StackedModel
 from tests.distributed.moe.test_auto import config
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 pytestmark = pytest.mark.usefixtures("with_transformers")
 
@@ -37,7 +37,7 @@ def pair(**options):
     return layer, whole, first
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_engine_tells_of_layers_of_experts():
     plain = {"train_batch_size": 2, "log_level": "ERROR"}
     spread = {**plain, "expert_parallel": {"enabled": True, "autoep_size": 2}}
@@ -54,7 +54,7 @@ def test_the_engine_tells_of_layers_of_experts():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_rank_without_tokens():
     """Others' tokens still come to its experts, and their gradients with them."""
     for k in (1, 2, 3):
@@ -77,7 +77,7 @@ def test_a_rank_without_tokens():
                     torch.testing.assert_close(one.grad, other.grad, msg=f"k={k}, drop_tokens={drops}")
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_an_expert_that_one_rank_alone_has_frozen():
     """Without ZeRO it stays as it is; from stage 1 on ranks would count other parameters, and say so."""
     for stage in (0, 1, 3):
@@ -110,7 +110,7 @@ def test_an_expert_that_one_rank_alone_has_frozen():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_copies_of_a_model_that_trains():
     """As whoever averages weights makes them."""
     pytest.importorskip("transformers")

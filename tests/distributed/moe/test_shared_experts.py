@@ -15,7 +15,7 @@ from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.moe.shared_experts import LazyOutput, called_after, called_before
 from tests.distributed.moe.models import EXPERTS, TOKENS, WIDTH, StackedExperts
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 
 class Block(nn.Module):
@@ -176,7 +176,7 @@ def compare(model, stage, story=None):
     engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_shared_experts_run_while_tokens_travel():
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
@@ -196,7 +196,7 @@ def test_shared_experts_run_while_tokens_travel():
             engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_blocks_of_other_kinds_stay_right():
     torch.manual_seed(0)
     kinds = (Block, True), (Doubling, False), (Doubling, True), (Before, True), (BeforeOthers, False)
@@ -204,7 +204,7 @@ def test_blocks_of_other_kinds_stay_right():
         compare(Model(block, again), stage=1)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_without_gradients():
     for block in (Block, Before):
         torch.manual_seed(0)

@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed.utils import get_z3_leaf_modules, safe_get_full_fp32_param, set_z3_leaf_module
 from tests.distributed.moe.models import Model as Layers
 from tests.distributed.moe.models import StackedModel
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH = 8
 
@@ -63,7 +63,7 @@ def batches(step, world):
     return torch.randn(world, 3, WIDTH, generator=torch.Generator().manual_seed(step)) * 3
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_blocks_of_experts_are_one_unit():
     torch.manual_seed(0)
     model = Model()
@@ -93,7 +93,7 @@ def test_blocks_of_experts_are_one_unit():
         torch.testing.assert_close(safe_get_full_fp32_param(mine), theirs.data, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_experts_that_a_rank_alone_holds_need_no_asking():
     """Spread over all ranks, by the layer or by the config: a steady step exchanges as often as a dense model's."""
     for model, section in ((Layers(2, 2, k=1), {}), (StackedModel(), {"enabled": True, "autoep_size": 2})):
@@ -110,7 +110,7 @@ def test_experts_that_a_rank_alone_holds_need_no_asking():
 
 
 @pytest.mark.usefixtures("with_transformers")
-@ranks(2)
+@shared_ranks(2)
 def test_a_mixtral_of_transformers():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

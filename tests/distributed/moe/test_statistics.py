@@ -16,7 +16,7 @@ from deepspeed.moe.show import read
 from deepspeed.moe.statistics import RouterStatistics
 from tests.distributed.moe.models import EXPERTS, TOKENS, Model, StackedModel, batches
 from tests.distributed.moe.test_expert_checkpoints import shared_folder
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 
 def trained(model, folder, **sections):
@@ -39,7 +39,7 @@ def trained(model, folder, **sections):
     return read(folder / type(model).__name__), copied
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_numbers_are_those_of_all_ranks():
     folder = shared_folder("statistics")
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ class Checkpointed(Model):
         return self.outward(hidden).square().mean() + 0.1 * (one + two)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_a_layer_that_runs_again_in_backward_counts_once():
     ways = [partial(checkpoint, use_reentrant=reentrant) for reentrant in (True, False)]
     for again in (*ways, deepspeed.checkpointing.checkpoint):

@@ -20,7 +20,7 @@ from deepspeed.moe.exchange import exchange, swapped
 from deepspeed.moe.layer import MoE
 from deepspeed.parallel import ParallelLayout
 from tests.distributed.moe.models import EXPERTS, TOKENS, WIDTH
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 NODE = 2
 
@@ -68,7 +68,7 @@ def ran(layer, tokens):
     return [out.detach(), given_.grad, *(param.grad for param in layer.parameters())]
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_the_same_rows_arrive():
     several, one = layouts()
     wide, flat = several.experts(4).ep, one.experts(4).ep
@@ -101,7 +101,7 @@ def test_the_same_rows_arrive():
     one.close()
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_layers_send_fewer_and_larger_messages():
     torch.manual_seed(dist.get_rank())
     for k, drops in ((1, True), (2, True), (2, False)):

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 import deepspeed
 from deepspeed.errors import PipelineError, UsageError
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from tests.harness import ranks, store_path
+from tests.harness import shared_ranks, store_path
 from tests.pipelines import config
 
 WIDTH, COUNT, STEPS = 8, 4, 2
@@ -85,7 +85,7 @@ def expected(layers):
     return losses
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_layers_that_change_their_input_and_tensors_at_two_places():
     """The second stage begins with a ReLU in place; between two stages of a rank, too, a tensor stays one."""
     for make in (in_place, saving, twice):
@@ -106,7 +106,7 @@ class First(Linear):
         return super().forward(value[0])
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_numbers_that_change_are_shown():
     """Their tensors are of the same shapes, which would say nothing."""
     for dynamic in (False, True):
@@ -133,7 +133,7 @@ class Opens(Linear):
         return super().forward(value[0])
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_tuple_of_one_tensor_stays_one():
     """Wherever the cut lies, and where layers run again."""
 
@@ -158,7 +158,7 @@ class Doubles(nn.Module):
         return mse_loss(outputs, labels) * (2 if self.training else 1)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_loss_follows_the_mode_of_the_model():
     model = nn.Sequential(Linear(0), Linear(1))
     pairs = list(batches(2))
@@ -170,7 +170,7 @@ def test_a_loss_follows_the_mode_of_the_model():
     assert float(engine.train_batch(iter(pairs))) == pytest.approx(2 * wanted, abs=1e-6)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_tied_layers_with_more_than_they_share():
     """A checkpoint has no place for the bias of the second stage, which a warning says."""
     for shared, warnings in (["weight"], 1), (["weight", "bias"], 0):
@@ -196,7 +196,7 @@ class Learned(nn.Module):
         return (self.factor * outputs).square().mean() + (outputs - labels).square().mean()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_losses_that_are_modules():
     """One without weights to train is no part of the model; one with some is, on the last stage, also in files."""
     weighted = nn.CrossEntropyLoss(weight=torch.linspace(0.1, 1, WIDTH))
@@ -226,7 +226,7 @@ def test_losses_that_are_modules():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_batches_of_other_sizes_are_whole_steps():
     """Also with evaluations in between, and where data ended inside a batch."""
     layers = [Linear(0), Linear(1), Linear(2)]
@@ -253,7 +253,7 @@ def test_batches_of_other_sizes_are_whole_steps():
         assert engine.global_steps == step
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_batch_size_that_the_schedule_refuses_changes_nothing():
     module = PipelineModule([Linear(n) for n in range(4)], num_stages=2, loss_fn=mse_loss, schedule="dualpipev")
     engine, *_ = deepspeed.initialize(model=module, config=config(4))

@@ -15,7 +15,7 @@ from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.dataloader import RepeatingLoader
-from tests.harness import ranks, store_path
+from tests.harness import shared_ranks, store_path
 from tests.pipelines import assert_equal, config, data, loss_of, micro_batch, pipeline, train_pipeline, train_whole
 from tests.told import Told
 
@@ -37,7 +37,7 @@ def resumed(stages, path, steps, zero, **options):
     return [float(engine.train_batch(source)) for _ in range(steps)], engine
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_any_number_of_stages_reads_what_any_number_wrote():
     """(ZeRO stage, who writes, who reads): stages and schedule."""
     cases = [
@@ -71,7 +71,7 @@ def in_safetensors(engine):
     return engine
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_training_goes_on_as_if_it_had_not_stopped():
     expected, end = train_whole(4, 1, 2)
     for zero, schedule in ((0, "1f1b"), (2, "zb-h1")):
@@ -109,7 +109,7 @@ class Counting:
         self.given = state["given"]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_loaders_of_the_script_with_and_without_a_state():
     samples = [tuple(part[0] for part in micro_batch(number, 0, 0)) for number in range(24)]
     stateless = {
@@ -143,7 +143,7 @@ def test_loaders_of_the_script_with_and_without_a_state():
     assert ["a DataLoader has no load_state_dict" in line for line in lines] == [True] * (1 - deepspeed.comm.get_rank())
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_files_are_those_of_layers():
     _, engine = train_pipeline(2, 2, 1, 1, schedule="1f1b")
     path = folder("layers")
@@ -164,7 +164,7 @@ def test_files_are_those_of_layers():
         assert torch.allclose(source.read(name, "master").view(value.shape), value, atol=1e-6), name
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_with_and_without_a_pipeline():
     def model():
         torch.manual_seed(0)
@@ -204,7 +204,7 @@ WRITTEN = Path(__file__).parents[2] / "fixtures" / "pipeline-deepspeed-0.19.8"
 LOSSES = [2.5448598861694336, 2.6006484031677246, 2.4922709465026855]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_deepspeed_wrote_is_read():
     """Written by DeepSpeed 0.19.8 after three steps on two ranks; the losses of its next three steps follow."""
     layers = [

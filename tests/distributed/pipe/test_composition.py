@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import deepspeed
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.pipelines import LENGTH, WIDTH, assert_equal, config, data, pipeline, train_pipeline, train_whole, weights
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_clipping_counts_every_weight_once():
     for zero, schedule in ((0, "zbv"), (3, "1f1b")):
         expected, end = train_whole(2, 2, 2, clip=0.1)
@@ -20,7 +20,7 @@ def test_clipping_counts_every_weight_once():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_activation_checkpoints_change_nothing():
     expected, end = train_whole(2, 1, 3)
     for schedule, reentrant in (("1f1b", True), ("1f1b", False), ("zb-h1", False)):
@@ -32,7 +32,7 @@ def test_activation_checkpoints_change_nothing():
         engine.destroy()
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_offload_changes_nothing():
     expected, end = train_whole(2, 2, 2, clip=0.1)
     for zero in (1, 3):
@@ -47,7 +47,7 @@ def test_offload_changes_nothing():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_bf16_follows_fp32():
     expected, _ = train_whole(3, 1, 4)
     for schedule in ("1f1b", "zbv"):
@@ -57,7 +57,7 @@ def test_bf16_follows_fp32():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_all_stages_agree_on_a_step_that_is_skipped():
     """The gradient overflows on one stage only; both skip the step and lower the scale."""
     module = pipeline(2)
@@ -80,7 +80,7 @@ def test_all_stages_agree_on_a_step_that_is_skipped():
     assert engine.was_step_applied()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_messages_move_while_stages_compute():
     """The second stage, in the forward of one micro-batch, gets the next, which the first computes meanwhile."""
     engine = train_pipeline(2, 3, 1, schedule="gpipe")[1]
@@ -100,7 +100,7 @@ def test_messages_move_while_stages_compute():
     assert seen == ([] if engine.is_first_stage() else [1, 2])
 
 
-@ranks(3)
+@shared_ranks(3)
 def test_no_byte_moves_twice():
     count, rows = 3, 2
     _, engine = train_pipeline(3, count, 2, schedule="1f1b")

@@ -14,7 +14,7 @@ from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, LayoutError, 
 from deepspeed.parallel import AxisGroup
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.pipe import layers as pipe_layers
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.pipelines import (
     SEED,
     VOCABULARY,
@@ -37,7 +37,7 @@ def engine_for(module, count=2, **more):
     return deepspeed.initialize(model=module, config=config(count, **more))[0]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_hosts_need_no_group_of_their_own():
     """Whatever all ranks agree upon at the start or around a batch goes over the world, where that is gloo's."""
     made = []
@@ -50,7 +50,7 @@ def test_hosts_need_no_group_of_their_own():
     assert made == []
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_evaluation():
     for schedule in ("1f1b", "zbv", "interleaved"):
         module = pipeline(2, schedule=schedule)
@@ -84,7 +84,7 @@ def test_evaluation():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_a_pipeline_refuses():
     engine = engine_for(pipeline(2))
     for name in ("forward", "backward", "step"):
@@ -110,7 +110,7 @@ def test_what_a_pipeline_refuses():
     assert losses == pytest.approx(train_whole(1, 1, 2)[0], abs=1e-6)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_stage_without_parameters_is_named_on_every_rank():
     layers = [LayerSpec(nn.Linear, 4, 4), nn.functional.relu]
     module = PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=nn.functional.mse_loss)
@@ -118,7 +118,7 @@ def test_a_stage_without_parameters_is_named_on_every_rank():
         engine_for(module)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_data_that_ends_loaders_and_batch_functions():
     engine = engine_for(pipeline(2), 2)
     source = itertools.islice(data(0, 2), 5)
@@ -139,7 +139,7 @@ def test_data_that_ends_loaders_and_batch_functions():
     assert engine.micro_steps == 8
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_a_loader_of_the_engine_gives_both_ends_the_same_samples():
     generator = torch.Generator().manual_seed(3)
     rows = [tuple(torch.randint(VOCABULARY, (3,), generator=generator) for _ in "ab") for _ in range(16)]
@@ -150,7 +150,7 @@ def test_a_loader_of_the_engine_gives_both_ends_the_same_samples():
     assert losses[-1] < losses[0]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_training_data_keeps_its_order():
     """Samples are grouped by their length, so that another order could not be stacked."""
     lengths = [length for length in (2, 5, 3, 4) for _ in range(2)]
@@ -163,7 +163,7 @@ def test_training_data_keeps_its_order():
     assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]] * 2
 
 
-@ranks(3)
+@shared_ranks(3)
 def test_a_failing_stage_is_named_on_every_rank_and_the_next_batch_trains():
     expected, end = train_whole(2, 1, 3)
     for schedule, when in (("1f1b", 0), ("zb-h1", 2), ("gpipe", 1)):
@@ -189,7 +189,7 @@ def test_a_failing_stage_is_named_on_every_rank_and_the_next_batch_trains():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_failing_backward_is_named_too():
     engine = engine_for(pipeline(2), 2)
 
@@ -211,7 +211,7 @@ def shaped(lengths):
         yield tuple(torch.randint(VOCABULARY, (2, length), generator=generator) for _ in "ab")
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_shapes_that_change():
     engine = engine_for(pipeline(2), 2)
     with pytest.raises(PipelineError, match=r"stage 0 .*float32\[2, 4, 8\].* of micro-batch 1 .*float32\[2, 3, 8\]"):
@@ -238,7 +238,7 @@ def test_shapes_that_change():
         dynamic.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_ranks_that_call_different_methods_are_told():
     engine = engine_for(pipeline(2), 2)
     call = engine.train_batch if engine.is_first_stage() else engine.eval_batch
@@ -252,7 +252,7 @@ def test_ranks_that_call_different_methods_are_told():
         assert float(engine.train_batch(data(0, 2))) == float(alike.train_batch(data(0, 2))), "something was left"
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_loss_of_a_step_that_fails_is_told():
     """Whoever looks for the cause must not see that of the step before."""
     engine = engine_for(pipeline(2), 2, nonfinite_gradients="stop")
@@ -277,7 +277,7 @@ class Noted(PipelineModule):
         return self.seen
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_module_as_scripts_see_it():
     layers = [LayerSpec(nn.Embedding, VOCABULARY, 8), *(nn.Linear(8, 8) for _ in range(2)), LayerSpec(nn.Linear, 8, 13)]
     module = Noted(layers, num_stages=2, loss_fn=loss_of, base_seed=SEED)
@@ -296,7 +296,7 @@ def test_a_module_as_scripts_see_it():
     engine.train_batch(data(0, 4))
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_sequential_is_cut_as_it_is():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -308,7 +308,7 @@ def test_a_sequential_is_cut_as_it_is():
     assert float(engine.train_batch(iter([(inputs, labels)]))) == pytest.approx(expected, abs=1e-6)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_layers_are_cut_by_measured_time():
     now = 0.0
     pipe_layers.time = SimpleNamespace(perf_counter=lambda: now)
@@ -329,7 +329,7 @@ def test_layers_are_cut_by_measured_time():
         PipelineModule(layers, num_stages=2, partition_method="profile")
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_partition_methods():
     blocks = [LayerSpec(nn.Linear, 4, 4), *(LayerSpec(Block, 8) for _ in range(3)), LayerSpec(nn.Linear, 64, 64)]
     cuts = {
@@ -343,7 +343,7 @@ def test_partition_methods():
             PipelineModule(blocks, num_stages=2, partition_method=method)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_seeded_layers_draw_the_same_when_they_run_again():
     """Other micro-batches have passed in between, as they have in 1f1b."""
     for reentrant in (True, False):

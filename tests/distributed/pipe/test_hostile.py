@@ -8,11 +8,11 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import LayoutError, PipelineError, UsageError
 from deepspeed.pipe import LayerSpec, PipelineModule
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.pipelines import config, data, micro_batch, pipeline, specs
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_arguments_of_a_module():
     for options, error, words in (
         ({"num_stages": 0}, LayoutError, "num_stages is 0; expected a whole number"),
@@ -38,7 +38,7 @@ def test_arguments_of_a_module():
         PipelineModule([3, 4], num_stages=2)
 
 
-@ranks(3)
+@shared_ranks(3)
 def test_arguments_of_a_batch():
     engine, *_ = deepspeed.initialize(model=pipeline(3), config=config(3))
     batches = [micro_batch(0, 0, number) for number in range(12)]
@@ -92,7 +92,7 @@ class Refuses(nn.Module):
         raise ValueError("no room for it")
 
 
-@ranks(3)
+@shared_ranks(3)
 def test_a_layer_that_cannot_be_built_is_named_on_every_rank():
     """Where layers are counted before, all ranks try to build it; by number, one rank alone does."""
     layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(Refuses), LayerSpec(nn.Linear, 4, 4)]

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.errors import UsageError
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from tests.harness import ranks, store_path
+from tests.harness import shared_ranks, store_path
 
 pytestmark = pytest.mark.usefixtures("with_transformers")
 
@@ -92,7 +92,7 @@ def assert_weights(engine, end: dict, within: float = 2e-6) -> None:
             assert float((param.detach() - end[name]).abs().max()) < within, name
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_same_as_the_whole_model():
     cases = {
         name: (stage, schedule)
@@ -120,7 +120,7 @@ def test_the_same_as_the_whole_model():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_evaluation_checkpointing_and_tensors_alone():
     module = PipelineModule(model("gpt2"), num_stages=2, partition_method="type:gpt2block")
     more = {"pipeline": {"activation_checkpoint_interval": 1}}
@@ -147,7 +147,7 @@ def loaded(path: Path, tag: str, stage: int, end: dict, stages: int = 2, **optio
     return engine
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_checkpoints_fit_the_whole_model_both_ways():
     _, end = expected("llama")
     for stage in (1, 3):
@@ -170,7 +170,7 @@ def test_checkpoints_fit_the_whole_model_both_ways():
         loaded(path, "universal", 1, end, stages=1).destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_first_rank_writes_the_whole_model():
     _, end = expected("gpt2")
     for stage in (1, 3):
@@ -188,7 +188,7 @@ def test_the_first_rank_writes_the_whole_model():
         assert all(torch.allclose(value, end[name], atol=2e-6) for name, value in again.state_dict().items())
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_layers_of_other_ranks_are_let_go():
     given = model("mistral")
     head, block = weakref.ref(given.lm_head.weight), weakref.ref(given.model.layers[0].mlp.up_proj.weight)
@@ -205,7 +205,7 @@ def test_layers_of_other_ranks_are_let_go():
     assert "layers 0 to 0 (Linear); stage 1" in pair.describe()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_what_cannot_be_cut_says_why():
     with pytest.raises(UsageError, match="LlamaForSequenceClassification is cut without its loss"):
         PipelineModule(hf.LlamaForSequenceClassification(hf.LlamaConfig(**GATED)), num_stages=1)

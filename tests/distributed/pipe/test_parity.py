@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.pipelines import assert_equal, train_pipeline, train_whole
 
 # (schedule, stages, micro-batches, ZeRO stage): each value with many of the others
@@ -39,16 +39,16 @@ def check(cases, world):
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_two_ranks():
     check(TWO, 2)
 
 
-@ranks(3)
+@shared_ranks(3)
 def test_three_ranks():
     check(THREE, 3)
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_four_ranks():
     check(FOUR, 4)

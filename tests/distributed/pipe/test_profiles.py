@@ -14,7 +14,7 @@ import deepspeed
 from deepspeed.errors import PipelineError
 from deepspeed.events import Phase, PhaseBegan
 from deepspeed.pipe import LayerSpec, PipelineModule
-from tests.harness import ranks, store_path
+from tests.harness import shared_ranks, store_path
 from tests.pipelines import Whole, config, data, logits, micro_batch, pipeline
 
 
@@ -62,7 +62,7 @@ def sums(told):
     return everyone
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_operations_are_counted_by_stage_and_summed():
     flops, macs, params = expected()
     tied = Whole().tied_modules["embed"].weight.numel()
@@ -103,7 +103,7 @@ class Sometimes(nn.Linear):
         return super().forward(x)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_batch_that_failed_is_not_counted():
     layers = [
         LayerSpec(nn.Linear, 8, 8),
@@ -134,7 +134,7 @@ def test_a_batch_that_failed_is_not_counted():
     engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_memory_of_every_stage():
     engine, output, seen = train(2, "1f1b", memory_profiler={"enabled": True, "profile_step": 1, "top_modules": 2})
     peak = engine.memory_profiler.peak
@@ -150,7 +150,7 @@ def test_memory_of_every_stage():
     engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_phases_and_rates():
     """What times steps sees forwards and backwards of every micro-batch, and none of an evaluation."""
     module = pipeline(2, schedule="zb-h1")

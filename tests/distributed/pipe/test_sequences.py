@@ -14,7 +14,7 @@ from deepspeed.parallel.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.published import groups
 from deepspeed.sequence.layer import DistributedAttention
-from tests.harness import ranks, store_path
+from tests.harness import shared_ranks, store_path
 
 pytestmark = pytest.mark.usefixtures("with_transformers")
 
@@ -78,7 +78,7 @@ def compare(engine, end):
             assert torch.allclose(param, end[name], atol=1e-6, rtol=0), name
 
 
-@ranks(4, timeout=400)
+@shared_ranks(4, timeout=400)
 def test_a_model_of_transformers():
     cases = [
         ("ulysses", 0, "1f1b", "padded", {}),
@@ -146,7 +146,7 @@ def mpt():
     return hf.MptForCausalLM(config)
 
 
-@ranks(4, timeout=400)
+@shared_ranks(4, timeout=400)
 def test_attention_that_a_model_computes_itself():
     module = PipelineModule(mpt(), num_stages=2, partition_method="uniform")
     with pytest.raises(UsageError, match=r"MptForCausalLM computes attention by itself .* sequence_parallel_size"):
@@ -168,7 +168,7 @@ def of_all(axis, value):
     return parts
 
 
-@ranks(4, timeout=400)
+@shared_ranks(4, timeout=400)
 def test_ranks_drop_different_elements_of_their_parts():
     """With equal generators; the same ones again where a layer is recomputed, and on ranks that share a layer."""
     again = {"activation_checkpoint_interval": 1}
@@ -242,7 +242,7 @@ def parts(place):
         yield tuple(batch[name].chunk(2, 1)[place] for name in ("input_ids", "labels"))
 
 
-@ranks(4, timeout=400)
+@shared_ranks(4, timeout=400)
 def test_layers_with_an_attention_of_their_own():
     def losses(model):
         return (cross_entropy(model(b["input_ids"]).flatten(0, 1), b["labels"].flatten()) for b in batches())

@@ -19,7 +19,7 @@ from deepspeed.config.memory import ActivationCheckpointingConfig
 from deepspeed.parallel import LayoutMpu, ParallelLayout
 from deepspeed.runtime.activation_checkpointing import checkpointing, configuration
 from deepspeed.runtime.activation_checkpointing.configuration import CONFIGURATION, _KeptInput
-from tests.harness import ranks
+from tests.harness import ranks, shared_ranks
 
 VARIANTS = {"reentrant": checkpointing.checkpoint, "non_reentrant": checkpointing.non_reentrant_checkpoint}
 LAYERS = 3
@@ -106,7 +106,7 @@ COMBINATIONS = [
 ]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_bit_equal_to_the_plain_model():
     with ParallelLayout.build(tp=2) as layout:
         mpu = LayoutMpu(layout)
@@ -123,7 +123,7 @@ def test_bit_equal_to_the_plain_model():
                 equal(wanted, trained(run, mpu, dtype=dtype), (variant, dtype, partition, cpu, contiguous))
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_shards_leave_for_the_host_and_come_back():
     """As on a device, where inputs are not in host memory already."""
     configuration.on_device = lambda tensor: True
@@ -148,7 +148,7 @@ def test_shards_leave_for_the_host_and_come_back():
             assert stats.offloaded_bytes == stats.offloaded_tensors * 4 * -(-31 * 67 // 2)  # shards of two ranks
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_two_tensor_parallel_groups_beside_each_other():
     with ParallelLayout.build(tp=2) as layout:
         mpu = LayoutMpu(layout)
@@ -158,7 +158,7 @@ def test_two_tensor_parallel_groups_beside_each_other():
             equal(wanted, trained(run, mpu), variant)
 
 
-@ranks(3)
+@shared_ranks(3)
 def test_an_uneven_number_of_ranks_and_a_retained_graph():
     with ParallelLayout.build(tp=3) as layout:
         checkpointing.configure(LayoutMpu(layout), partition_activations=True)
@@ -200,7 +200,7 @@ def kept_between_forward_and_backward(run):
     return alive, waiting
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_only_a_shard_waits_for_backward():
     with ParallelLayout.build(tp=2) as layout:
         for run, contiguous in itertools.product(VARIANTS.values(), (False, True)):
@@ -239,7 +239,7 @@ def test_the_section_of_an_engine_with_its_layout():
         assert torch.equal(small.grad, small.detach().exp() * ids[:4])
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_seeds_by_tensor_rank():
     with ParallelLayout.build(tp=2) as layout:
         checkpointing.configure(LayoutMpu(layout))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import deepspeed
 from tests.closeness import Training, assert_same_training
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import PlainLoop, batches, make, share
 
 OPTIMIZERS = {
@@ -61,7 +61,7 @@ def reference(name, *, steps=3, accumulation=1, samples=12, **options):
 @pytest.mark.parametrize("clip", [0.0, 0.3])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_fp32(name, accumulation, clip):
     config = {"optimizer": {"type": name, "params": OPTIMIZERS[name][0]}, "gradient_clipping": clip}
     found, engine = train(config, accumulation=accumulation)
@@ -74,7 +74,7 @@ def test_fp32(name, accumulation, clip):
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_16_bit(precision, accumulation, wide):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     section = {"enabled": True, **({"loss_scale": 128.0} if precision == "fp16" else {})}

@@ -16,7 +16,7 @@ from deepspeed import comm
 from deepspeed.events import PhaseBegan, StepFinished
 from deepspeed.log import NOTICE
 from deepspeed.runtime import engine as engine_module
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.told import Told
 
 CONFIG = {
@@ -36,7 +36,7 @@ def run(config, steps=4):
     return engine
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_csv_metrics_of_rank_0(tmp_path):
     engine = run({"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}})
     engine.destroy()
@@ -60,7 +60,7 @@ def printed(config):
     return os.read(read, 100_000).decode()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_dump_state_tells_everything_once():
     text = printed({"dump_state": True, "vocabulary_size": 50257})
     if dist.get_rank() == 0:
@@ -71,7 +71,7 @@ def test_dump_state_tells_everything_once():
         assert text == ""
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_line_every_so_many_steps_on_rank_0():
     text = printed({"steps_per_print": 2, "wall_clock_breakdown": True})
     if dist.get_rank() == 0:
@@ -83,7 +83,7 @@ def test_a_line_every_so_many_steps_on_rank_0():
         assert "step 2" not in text
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_nobody_listens_unless_the_config_asks():
     engine = run({})
     assert not engine.events.wants(PhaseBegan)
@@ -91,7 +91,7 @@ def test_nobody_listens_unless_the_config_asks():
     assert not engine.monitor.enabled
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_users_can_listen_and_write_events(tmp_path):
     engine = run({"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}, steps=1)
     heard = []
@@ -107,7 +107,7 @@ def test_users_can_listen_and_write_events(tmp_path):
     assert (tmp_path / "job" / "Eval_accuracy.csv").read_text().splitlines()[-1].startswith("7,")
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_run_is_one_line_at_its_start_and_one_at_its_end(tmp_path, monkeypatch):
     exits = []
     monkeypatch.setattr(engine_module.atexit, "register", exits.append)
@@ -137,7 +137,7 @@ def test_a_run_is_one_line_at_its_start_and_one_at_its_end(tmp_path, monkeypatch
     assert lines == []
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_the_collector_is_off_while_an_engine_lives():
     first, second = run({"disable_python_gc": True}, 1), run({"disable_python_gc": True}, 1)
     assert not gc.isenabled()
@@ -147,7 +147,7 @@ def test_the_collector_is_off_while_an_engine_lives():
     assert gc.isenabled()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_recording_of_communication_outlives_initialize_and_other_engines():
     comm.configure(enabled=True)
     run({})
@@ -161,7 +161,7 @@ def test_recording_of_communication_outlives_initialize_and_other_engines():
     assert not comm.has_comm_data()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_second_engine_does_not_silence_the_first():
     first = run({"comms_logger": {"enabled": True}})
     comm.reset_log()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 
 def train(steps, stage=0, accumulation=1, **section):
@@ -33,7 +33,7 @@ def train(steps, stage=0, accumulation=1, **section):
     return engine, output.getvalue(), lengths
 
 
-@ranks(2)
+@shared_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_one_step_is_profiled_on_rank_0(stage):
     engine, output, lengths = train(4, stage, profile_step=1, recompute_fwd_factor=1.0)
@@ -55,7 +55,7 @@ def test_one_step_is_profiled_on_rank_0(stage):
     engine.destroy()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_the_first_step_the_last_one_and_none(tmp_path):
     engine, output, lengths = train(2, accumulation=3, profile_step=0, output_file=str(tmp_path / "profile.txt"))
     assert lengths == [0] * 6
@@ -69,7 +69,7 @@ def test_the_first_step_the_last_one_and_none(tmp_path):
     engine.destroy()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_steps_are_counted_from_the_beginning_of_the_run_that_a_checkpoint_continues(tmp_path):
     def build(**sections):
         model = torch.nn.Linear(8, 4)
@@ -103,7 +103,7 @@ def test_steps_are_counted_from_the_beginning_of_the_run_that_a_checkpoint_conti
         assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_profiler_of_the_script_is_told_of_the_job_by_the_engine():
     from deepspeed.profiling.flops_profiler import FlopsProfiler  # loads Triton, which other tests must set up first
 
@@ -135,7 +135,7 @@ def test_a_profiler_of_the_script_is_told_of_the_job_by_the_engine():
         engine.destroy()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_a_report_that_cannot_be_written_is_shown_and_training_goes_on(tmp_path):
     section = {"enabled": True, "profile_step": 0, "output_file": str(tmp_path)}  # a folder
     config = {"train_micro_batch_size_per_gpu": 2, "flops_profiler": section, "memory_profiler": section}

@@ -11,7 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.zero.gradients.replicated import FIRST_BYTES
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH = 512  # each weight is as large as the first bucket may be, so that there are several buckets
 
@@ -62,7 +62,7 @@ def train_plain(plain, step):
         param.grad = None
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_users_hooks_find_a_gradient():
     engine, _ = both()
     seen = []
@@ -73,7 +73,7 @@ def test_the_users_hooks_find_a_gradient():
     assert seen == [True] * 18
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_training_goes_on_after_a_backward_that_failed_with_gradients_on_their_way():
     engine, plain = both()
     train(engine, 0)
@@ -90,7 +90,7 @@ def test_training_goes_on_after_a_backward_that_failed_with_gradients_on_their_w
 
 
 @pytest.mark.parametrize("travels", ["fp32", "bf16"])
-@ranks(2)
+@shared_ranks(2)
 def test_gradients_are_the_mean_after_backward_in_either_dtype(travels):
     engine, plain = both(communication_data_type=travels)
     train(engine, 0)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed.events import StepFinished
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.told import Told
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
@@ -51,7 +51,7 @@ class Branches(nn.Module):
         return self.branch[which](self.shared(x)).sum()
 
 
-@ranks(2, 3)
+@shared_ranks(2, 3)
 def test_parameters_that_some_or_all_ranks_do_not_use():
     torch.manual_seed(0)
     model = Branches()
@@ -69,7 +69,7 @@ def test_parameters_that_some_or_all_ranks_do_not_use():
         assert torch.equal(param, before[name]) is not used, name
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_frozen_then_unfrozen_parameters_train():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -96,7 +96,7 @@ def test_frozen_then_unfrozen_parameters_train():
 
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("sparse", [False, True])
-@ranks(2, 3)
+@shared_ranks(2, 3)
 def test_embeddings(sparse, rows):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 3, sparse=sparse), nn.Linear(3, 1))
@@ -115,7 +115,7 @@ def test_embeddings(sparse, rows):
         torch.testing.assert_close(mine, theirs - theirs.grad)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_adagrad_updates_the_rows_of_embeddings():
     rank, world = dist.get_rank(), dist.get_world_size()
     tokens = [torch.tensor([[0, 1, 1], [7, rank_, 9]]) for rank_ in range(world)]
@@ -165,7 +165,7 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@ranks(2)
+@shared_ranks(2)
 def test_checkpointed_modules_called_twice(reentrant):
     torch.manual_seed(0)
     model, plain = Recomputed(reentrant), Recomputed(False)
@@ -193,7 +193,7 @@ def test_checkpointed_modules_called_twice(reentrant):
         {},
     ],
 )
-@ranks(2)
+@shared_ranks(2)
 def test_ways_to_scale_and_send(config):
     model = nn.Linear(3, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -204,7 +204,7 @@ def test_ways_to_scale_and_send(config):
 
 
 @pytest.mark.parametrize(("op", "expected"), [("mean", -3.0), ("sum", -6.0)])
-@ranks(2)
+@shared_ranks(2)
 def test_several_backwards_before_a_step(op, expected):
     model = nn.Linear(3, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -221,7 +221,7 @@ def test_several_backwards_before_a_step(op, expected):
     assert torch.equal(model.weight, torch.full((1, 3), 2 * expected))
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_no_sync_accumulates_locally_and_the_next_backward_reduces_all():
     model = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -240,7 +240,7 @@ def test_no_sync_accumulates_locally_and_the_next_backward_reduces_all():
     assert torch.equal(model.weight, torch.full((1, 2), -3.0))
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_plain_backward_equals_engine_backward():
     results = []
     for style in ("engine", "plain", "mixed"):
@@ -262,7 +262,7 @@ def test_plain_backward_equals_engine_backward():
         torch.testing.assert_close(mine, mixed)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_unmanaged_accumulation_reduces_in_step():
     model = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -277,7 +277,7 @@ def test_unmanaged_accumulation_reduces_in_step():
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_samples_are_those_that_were_seen(stage, tmp_path):
     config = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 4}
     zero = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
@@ -302,7 +302,7 @@ def test_samples_are_those_that_were_seen(stage, tmp_path):
     assert (again.global_samples, again.global_steps) == (10 * per_batch, 4)
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_samples_of_managed_accumulation():
     engine = engine_of(nn.Linear(2, 1), gradient_accumulation_steps=3)
     for _ in range(7):
@@ -312,7 +312,7 @@ def test_samples_of_managed_accumulation():
     assert engine.train_batch_size() == 2 * 3 * dist.get_world_size()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_first_rank_decides_how_the_model_begins():
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
@@ -320,7 +320,7 @@ def test_the_first_rank_decides_how_the_model_begins():
     assert_same_everywhere(model)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_two_engines_do_not_know_each_other():
     torch.manual_seed(0)
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
@@ -340,7 +340,7 @@ def test_two_engines_do_not_know_each_other():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_a_step_drops_gradients_of_parameters_that_joined_the_model(stage):
     model = nn.Linear(4, 1)
     engine = engine_of(model, zero_optimization={"stage": stage}, zero_allow_untested_optimizer=True)
@@ -353,7 +353,7 @@ def test_a_step_drops_gradients_of_parameters_that_joined_the_model(stage):
         assert model.extra.weight.grad is None
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_a_step_drops_gradients_of_parameters_that_joined_nested_modules():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 1)))
     engine, inner = engine_of(model), model[1][1]
@@ -377,7 +377,7 @@ def test_a_step_drops_gradients_of_parameters_that_joined_nested_modules():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_autograd_grad_is_no_backward(stage):
     """It adds nothing to the gradients: no micro batch is counted, and no loss had to be scaled."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}

@@ -14,7 +14,7 @@ from deepspeed.runtime.step import in_backward
 from deepspeed.zero import build as planner
 from deepspeed.zero.parameters.shard import shard_of
 from tests.distributed.runtime.test_optimizer_in_backward import LAYERS, WIDTH, Model
-from tests.harness import ranks, store_path
+from tests.harness import shared_ranks, store_path
 
 STEPS, LR = 4, (3e-3, 1e-2)
 BF16 = {"bf16": {"enabled": True}}
@@ -115,7 +115,7 @@ CASES = [
 ]
 
 
-@ranks(2, 3)
+@shared_ranks(2, 3)
 def test_the_numbers_of_plain_pytorch():
     world = dist.get_world_size()
     for case in CASES if world == 2 else [{"stage": 0, **BF16}, {"stage": 2}, {"stage": 3, "clip": 0.05}]:
@@ -132,7 +132,7 @@ def test_the_numbers_of_plain_pytorch():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_numbers_of_ordinary_steps():
     """In bf16 beside an engine of the same stage: what differs is when parameters are updated, and nothing else."""
     for case in ({"stage": 1}, {"stage": 2, "optimizer": "Lion"}, {"stage": 3}):
@@ -155,7 +155,7 @@ def live(engine):
     return sum(grad.nbytes for grad in found if grad is not None)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_gradients_never_exist_all_at_once():
     for stage in range(4):
         peaks, updates = [], []
@@ -180,7 +180,7 @@ def test_gradients_never_exist_all_at_once():
         assert updates[1] == 0, (stage, updates)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_checkpoint_has_the_last_norm():
     for stage in (0, 1, 3):
         engine = build(stage, clip=0.05)
@@ -196,7 +196,7 @@ def test_a_checkpoint_has_the_last_norm():
         other.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_ranks_that_do_different_things():
     """A backward on one rank alone, one inside no_sync, none at all; and what is refused."""
     engine, rank = build(2), dist.get_rank()
@@ -261,7 +261,7 @@ def split_engine(stage, clip, *, enabled):
         )[0]
 
 
-@ranks(2, 4)
+@shared_ranks(2, 4)
 def test_layers_that_ranks_share():
     """Norms and weights of ordinary steps, whose sizes follow from parts and from copies on all ranks."""
     group = dist.get_rank() // 2
@@ -282,7 +282,7 @@ def test_layers_that_ranks_share():
         assert_alike(found[0][1], found[1][1], 1e-6)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_last_norm_of_layers_that_ranks_share():
     """A norm that counts copies twice, or another rank's part never, would clip otherwise."""
     engine = split_engine(0, 0.05, enabled=True)
@@ -297,7 +297,7 @@ def test_the_last_norm_of_layers_that_ranks_share():
     engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_is_refused_on_several_ranks():
     with pytest.raises(DeepSpeedError, match=r"optimizer_in_backward\.enabled: a step of .*Muon"):
         build(1, optimizer="Muon")

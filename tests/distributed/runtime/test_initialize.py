@@ -21,7 +21,7 @@ from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.parallel import ParallelLayout
 from deepspeed.parallel.mpu import LayoutMpu, current_layout
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 
@@ -37,7 +37,7 @@ def steps(engine, count=2):
         engine.step()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_every_source_of_the_config(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(CONFIG))
@@ -68,7 +68,7 @@ def test_every_source_of_the_config(tmp_path):
         deepspeed.initialize(args=argparse.Namespace(local_rank=3), model=model(), config=CONFIG)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_every_kind_of_optimizer_and_schedule():
     plain = {"train_batch_size": 2}
 
@@ -114,7 +114,7 @@ def test_every_kind_of_optimizer_and_schedule():
         deepspeed.initialize(model=model(), lr_scheduler=lambda opt: None, config=plain)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_without_an_optimizer_it_evaluates_and_says_what_is_missing():
     engine, optimizer, *_ = deepspeed.initialize(model=model(), config={"train_batch_size": 2})
     assert optimizer is None
@@ -130,7 +130,7 @@ def test_without_an_optimizer_it_evaluates_and_says_what_is_missing():
     assert optimizer is None
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_training_data_is_shared_out():
     data = TensorDataset(torch.arange(12).float().unsqueeze(1).expand(12, 4).contiguous())
     engine, _, loader, _ = deepspeed.initialize(model=model(), training_data=data, config=CONFIG)
@@ -142,7 +142,7 @@ def test_training_data_is_shared_out():
     assert next(iter(evaluation))[0].shape == (2, 4)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_failed_construction_leaves_nothing_behind():
     net = model()
     bad = {**CONFIG, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}}
@@ -158,7 +158,7 @@ def test_a_failed_construction_leaves_nothing_behind():
     steps(engine)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_destroy_frees_everything():
     net = model()
     engine, optimizer, *_ = deepspeed.initialize(model=net, config={**CONFIG, "bf16": {"enabled": True}})
@@ -176,7 +176,7 @@ def test_destroy_frees_everything():
         assert param.grad is None
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_batch_sizes_can_change():
     engine, *_ = deepspeed.initialize(model=model(), config={**CONFIG, "gradient_accumulation_steps": 2})
     assert engine.get_batch_info() == (4, 2, 2)
@@ -195,7 +195,7 @@ def test_batch_sizes_can_change():
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (1, 4, 12)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_a_step_after_a_changed_batch_size_is_that_of_its_whole_batch():
     batches = list(torch.randn(7, 2, 4, generator=torch.Generator().manual_seed(0)))
     net = model()
@@ -221,7 +221,7 @@ def test_a_step_after_a_changed_batch_size_is_that_of_its_whole_batch():
         torch.testing.assert_close(mine, wanted)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_what_watches_knows_of_changed_batch_sizes():
     engine, *_ = deepspeed.initialize(model=model(), config={**CONFIG, "steps_per_print": 100})
     engine.set_train_micro_batch_size(6)
@@ -236,7 +236,7 @@ def test_what_watches_knows_of_changed_batch_sizes():
     engine.destroy()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_the_boundary_can_be_set_by_hand():
     engine, *_ = deepspeed.initialize(model=model(), config={**CONFIG, "gradient_accumulation_steps": 8})
     for boundary in (False, False, True):
@@ -247,7 +247,7 @@ def test_the_boundary_can_be_set_by_hand():
     assert engine.global_steps == 1
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_overflow_skips_the_step_and_the_schedule():
     config = {
         **CONFIG,
@@ -274,7 +274,7 @@ def test_overflow_skips_the_step_and_the_schedule():
     assert not optimizer.overflow
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_the_returned_optimizer_can_step_by_itself():
     net = model()
     config = {**CONFIG, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
@@ -294,7 +294,7 @@ def test_the_returned_optimizer_can_step_by_itself():
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Muon", "SGD"])
-@ranks(1)
+@shared_ranks(1)
 def test_generators_of_parameters(kind):
     """`{"params": layer.parameters()}` can be read once; read by somebody else, nothing was left to train."""
     net = model()
@@ -311,7 +311,7 @@ def test_generators_of_parameters(kind):
     assert not torch.equal(net[0].weight, before)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_wrong_losses_are_told():
     engine, *_ = deepspeed.initialize(model=model(), config=CONFIG)
     with pytest.raises(deepspeed.DeepSpeedError, match=r"scalar loss, found the shape \(2, 1\)"):
@@ -322,7 +322,7 @@ def test_wrong_losses_are_told():
         engine.backward(1.0)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_mesh_or_an_mpu_sets_the_data_parallel_size():
     engine, *_ = deepspeed.initialize(model=model(), config=CONFIG, mesh_param=(2, 1))
     assert engine.train_batch_size() == 4
@@ -337,7 +337,7 @@ def test_a_mesh_or_an_mpu_sets_the_data_parallel_size():
         deepspeed.initialize(model=model(), config=CONFIG, mpu=LayoutMpu(layout), mesh_param=(2, 1))
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_model_parallel_norm_counts_split_parameters_on_all_ranks_and_shared_ones_once():
     net = nn.ModuleDict({"split": nn.Linear(1, 1, bias=False), "shared": nn.Linear(1, 1, bias=False)})
     net["split"].weight.model_parallel = True
@@ -352,7 +352,7 @@ def test_model_parallel_norm_counts_split_parameters_on_all_ranks_and_shared_one
     assert engine.get_global_grad_norm() == pytest.approx(13.0)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_getters_and_attributes_of_the_module():
     net = model()
     net.custom = "from the module"
@@ -368,7 +368,7 @@ def test_getters_and_attributes_of_the_module():
         _ = engine.nothing
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_compile_keeps_training_alike():
     results = []
     for compiled in (False, True):
@@ -383,7 +383,7 @@ def test_compile_keeps_training_alike():
     assert torch.equal(*results)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_the_activation_checkpointing_section_applies_while_the_engine_lives():
     from deepspeed.runtime.activation_checkpointing.configuration import CONFIGURATION
 
@@ -395,7 +395,7 @@ def test_the_activation_checkpointing_section_applies_while_the_engine_lives():
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
-@ranks(1)
+@shared_ranks(1)
 def test_weights_written_between_steps_are_kept(precision):
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)

@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed.errors import UsageError
 from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.pipelines import config as pipeline_config
 from tests.pipelines import data, pipeline
 from tests.told import Told
@@ -41,7 +41,7 @@ def backward(engine, scale: float = 1.0) -> torch.Tensor:
     return loss
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_an_engine_tells_what_it_is():
     engine = made(0)
     assert engine._support_torch_style_backward is True
@@ -66,7 +66,7 @@ def plain_norm(loss_scale: float) -> float:
     return loss_scale * math.sqrt(sum(param.grad.square().sum().item() for param in net.parameters()))
 
 
-@ranks(2)
+@shared_ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_optimizer_measures_what_the_next_step_uses(stage):
     engine = made(stage)
@@ -90,7 +90,7 @@ def test_the_optimizer_measures_what_the_next_step_uses(stage):
     assert optimizer.overflow is True
 
 
-@ranks(2)
+@shared_ranks(2)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_script_overrides_the_loss_scale(stage):
     engine = made(stage, fp16={"enabled": True, "initial_scale_power": 4})
@@ -107,7 +107,7 @@ def test_a_script_overrides_the_loss_scale(stage):
     assert optimizer.loss_scale == 64.0
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_replaced_methods_are_used_or_named(monkeypatch):
     monkeypatch.setattr(DeepSpeedEngine, "_broadcast_model", lambda self: None)
     monkeypatch.setattr("deepspeed.runtime.engine.MoE", nn.Linear)
@@ -122,7 +122,7 @@ def test_replaced_methods_are_used_or_named(monkeypatch):
         engine.load_moe_state_dict()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_progress_is_reported_by_the_script(monkeypatch):
     seen = []
     monkeypatch.setattr(DeepSpeedEngine, "_report_progress", lambda self, step: seen.append(step))
@@ -133,7 +133,7 @@ def test_progress_is_reported_by_the_script(monkeypatch):
     assert seen == [2, 4]
 
 
-@ranks(2)
+@shared_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_gradients_are_clipped_by_the_script(stage, monkeypatch):
     seen = []
@@ -159,7 +159,7 @@ def test_gradients_are_clipped_by_the_script(stage, monkeypatch):
 # ---- pipelines
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_pipeline_tells_its_place():
     engine = deepspeed.initialize(model=pipeline(2), config=pipeline_config(count=2))[0]
     rank = torch.distributed.get_rank()
@@ -198,7 +198,7 @@ def trained():
     return engine, [engine.train_batch(data(step, 3)).item() for step in range(2)]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_steps_of_a_script_are_played(monkeypatch):
     _, expected = trained()
     seen = []
@@ -210,7 +210,7 @@ def test_the_steps_of_a_script_are_played(monkeypatch):
     assert engine._plan(3).rank(0) == "F0 F1 F2 B0 B1 B2"
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_steps_that_cannot_be_played(monkeypatch):
     monkeypatch.setattr(schedule.TrainSchedule, "steps", forwards_first)
     with pytest.raises(UsageError, match=r"Note\(word='turn'\), which is not known; add Note and its handler"):

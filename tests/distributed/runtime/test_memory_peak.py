@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 ROWS, WIDTH, TIMES = 8, 16, 4096
 
@@ -76,7 +76,7 @@ def train(model, steps=2, stage=0, dtype=torch.bfloat16, **section):
     return engine, output.getvalue(), tables
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_the_module_of_the_peak_and_bytes_by_kind():
     wide = ROWS * WIDTH * TIMES * 2
     for where in ("forward", "backward"):
@@ -104,7 +104,7 @@ def test_the_module_of_the_peak_and_bytes_by_kind():
         engine.destroy()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_the_first_step_files_and_what_is_computed_again(tmp_path):
     engine, output, _ = train(Model("nowhere"), steps=1, profile_step=0, output_file=str(tmp_path / "a" / "peak.txt"))
     assert "Memory" not in output
@@ -127,7 +127,7 @@ def test_the_first_step_files_and_what_is_computed_again(tmp_path):
     engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_sharded_parameters_count_as_they_come_and_go():
     engine, _, tables = train(Model("forward"), stage=3, profile_step=1)
     if dist.get_rank():
@@ -146,7 +146,7 @@ class Fails(Wide):
         raise torch.OutOfMemoryError("out of memory")
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_an_error_names_the_module_and_shows_the_profile():
     model = Model("nowhere")
     model.middle[2] = Fails("nowhere")
@@ -159,7 +159,7 @@ def test_an_error_names_the_module_and_shows_the_profile():
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_a_failure_before_the_profiled_step_does_not_end_the_wait_for_it():
     for failing, expected in ((0, [0, 1, 1]), (1, [0, 0, 0])):
         config = {

@@ -16,7 +16,7 @@ from torch import nn
 import deepspeed
 from deepspeed.comm import failure
 from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
-from tests.harness import ranks
+from tests.harness import ranks, shared_ranks
 from tests.told import Told
 
 STAGES = [0, 1, 2, 3]
@@ -47,7 +47,7 @@ def whole(engine):
     return {name: value.clone() for name, value in values.items()}
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_inputs_of_another_dtype():
     for keys, given in (({"bf16": {"enabled": True}}, torch.float32), ({}, torch.float64)):
         engine = build(1, **keys)
@@ -71,7 +71,7 @@ def said(lines, *words):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(2)
+@shared_ranks(2)
 def test_nan_gradients_are_skipped_and_told(stage, precision):
     keys = {"bf16": {"enabled": True}} if precision == "bf16" else {}
     engine = build(stage, **keys)
@@ -108,7 +108,7 @@ def _stops(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
+@shared_ranks(2)
 def test_nan_gradients_are_taken_where_asked(stage):
     engine = build(stage, nonfinite_gradients="ignore")
     with Told() as lines:
@@ -132,7 +132,7 @@ OTHERS = {
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("way", ["into", "from"])
-@ranks(2)
+@shared_ranks(2)
 def test_resuming_with_another_optimizer(stage, other, way, tmp_path):
     one, two = (ADAMW, OTHERS[other]) if way == "into" else (OTHERS[other], ADAMW)
     engine = build(stage, optimizer=one)
@@ -150,7 +150,7 @@ def test_resuming_with_another_optimizer(stage, other, way, tmp_path):
     train(resumed)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_optimizers_of_one_kind_follow_each_other(tmp_path):
     engine = build(1)
     train(engine)
@@ -168,7 +168,7 @@ def test_optimizers_of_one_kind_follow_each_other(tmp_path):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_a_resume_that_replaces_the_learning_rate_says_so(stage, tmp_path):
     engine = build(stage)
     train(engine)
@@ -188,7 +188,7 @@ def test_a_resume_that_replaces_the_learning_rate_says_so(stage, tmp_path):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
+@shared_ranks(2)
 def test_two_engines_on_one_model(stage):
     older = build(stage)
     train(older)
@@ -204,7 +204,7 @@ def test_two_engines_on_one_model(stage):
     torch.testing.assert_close(whole(newer), before, rtol=0, atol=0)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_an_engine_may_go_on_after_a_newer_one_is_destroyed():
     older = build(1)
     train(older)
@@ -215,7 +215,7 @@ def test_an_engine_may_go_on_after_a_newer_one_is_destroyed():
     assert older.global_steps == 2
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_one_engine_after_another_is_no_mistake():
     model = build(1).module  # the engine is gone, though nobody destroyed it
     with Told() as lines:
@@ -226,7 +226,7 @@ def test_one_engine_after_another_is_no_mistake():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
+@shared_ranks(2)
 def test_a_model_that_is_frozen_is_told(stage):
     def frozen():
         return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).requires_grad_(False)
@@ -252,7 +252,7 @@ def test_a_model_that_is_frozen_is_told(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
+@shared_ranks(2)
 def test_a_destroyed_engine_says_so_and_where(tmp_path, stage):
     engine = build(stage)
     loss = engine(torch.ones(2, 8)).mean()
@@ -276,7 +276,7 @@ def test_a_destroyed_engine_says_so_and_where(tmp_path, stage):
     assert again.was_step_applied()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_model_left_in_shards_says_so_and_where():
     engine = build(3)
     engine.destroy()
@@ -292,7 +292,7 @@ def test_a_model_left_in_shards_says_so_and_where():
     assert kept.module(batch).shape == (2, 2)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_destroyed_pipeline_says_so_and_where():
     row = deepspeed.pipe.PipelineModule([nn.Linear(8, 8), nn.Linear(8, 2)], num_stages=2, loss_fn=nn.MSELoss())
     engine = build(0, model=row)
@@ -324,7 +324,7 @@ def _steps_without_backward(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
+@shared_ranks(2)
 def test_a_backward_that_gives_the_optimizer_nothing_is_told(stage):
     """The loss depends on a layer that the optimizer does not have."""
     model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
@@ -342,7 +342,7 @@ def test_a_backward_that_gives_the_optimizer_nothing_is_told(stage):
 
 
 @pytest.mark.parametrize(("stage", "threshold"), [(0, 0), (1, 0), (2, 0), (3, 10**5)])
-@ranks(2)
+@shared_ranks(2)
 def test_a_rank_without_a_backward_takes_part(stage, threshold):
     """It has no batch left, but the others step: its gradients count as zero.
 
@@ -357,7 +357,7 @@ def test_a_rank_without_a_backward_takes_part(stage, threshold):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@ranks(1)
+@shared_ranks(1)
 def test_a_missing_optimizer_is_told_at_once(stage):
     with Told() as lines:
         engine = build(stage, optimizer=None)
@@ -371,7 +371,7 @@ def test_a_missing_optimizer_is_told_at_once(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(1)
+@shared_ranks(1)
 def test_parameters_without_values(stage):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -390,7 +390,7 @@ def test_trained_parameters_of_complex_numbers():
 # ---- whose error it is
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_an_error_of_a_signal_is_not_the_collectives():
     """As torch raises it in the main thread, wherever that is, when a worker of a data loader dies."""
 
@@ -417,7 +417,7 @@ def test_a_rank_that_finished_early_is_not_called_killed():
     assert "finished before this rank did (has its loader fewer batches?)" in advice
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_warnings_of_a_load_come_from_one_rank(tmp_path):
     engine = build(1)
     with Told() as lines:
@@ -430,7 +430,7 @@ def test_warnings_of_a_load_come_from_one_rank(tmp_path):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(2)
+@shared_ranks(2)
 def test_schedules_of_torch_take_the_optimizer(stage, precision):
     engine = build(stage, **({"bf16": {"enabled": True}} if precision == "bf16" else {}))
     assert isinstance(engine.optimizer, torch.optim.Optimizer)
@@ -445,7 +445,7 @@ def test_schedules_of_torch_take_the_optimizer(stage, precision):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
+@shared_ranks(2)
 def test_load_state_dict_of_the_module_takes_whole_values(stage):
     engine, other = build(stage), build(0)
     train(other)
@@ -460,7 +460,7 @@ def test_load_state_dict_of_the_module_takes_whole_values(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
+@shared_ranks(2)
 def test_copies_of_a_model(stage):
     engine = build(stage)
     train(engine)
@@ -478,7 +478,7 @@ def test_copies_of_a_model(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
+@shared_ranks(2)
 def test_a_penalty_over_all_parameters(stage):
     engine = build(stage)
     train(engine)
@@ -496,7 +496,7 @@ def test_a_penalty_over_all_parameters(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@ranks(2)
+@shared_ranks(2)
 def test_clipping_by_hand(stage):
     engine = build(stage, gradient_clipping=0)
     engine.backward(engine(torch.ones(2, 8)).square().mean())

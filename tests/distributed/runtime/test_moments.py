@@ -9,7 +9,7 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from tests.harness import ranks, store_path
+from tests.harness import shared_ranks, store_path
 
 NARROW = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 OPTIMIZERS = {"ours": FusedAdam, "host": DeepSpeedCPUAdam, "torch": torch.optim.AdamW, "config": None}
@@ -43,7 +43,7 @@ def held(engine):
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("stage", [1, 3])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_moments_are_held_as_the_config_says(kind, stage):
     for bf16, dtype in (({}, torch.float32), (NARROW, torch.bfloat16)):
         engine = engine_of(kind, stage, bf16)
@@ -58,7 +58,7 @@ def test_moments_are_held_as_the_config_says(kind, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_moments_that_an_optimizer_brings_are_widened(stage):
     model = nn.Linear(4, 4).bfloat16()
     optimizer = FusedAdam(model.parameters())
@@ -72,7 +72,7 @@ def test_moments_that_an_optimizer_brings_are_widened(stage):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@ranks(1)
+@shared_ranks(1)
 def test_narrow_masters_with_wide_moments_are_refused(precision):
     key = f"{precision}_master_weights_and_grads"
     with pytest.raises(DeepSpeedConfigError, match=rf"{precision}\.{key}"):

@@ -11,7 +11,7 @@ from deepspeed.config.zero import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.errors import UsageError
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero.parameters.shard import shard_of
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 Kind = OffloadStateTypeEnum
 WIDTH = 12
@@ -70,7 +70,7 @@ def storages(engine):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("bf16", [False, True])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_everything_leaves_and_training_goes_on_as_if_nothing_had_been(stage, bf16):
     batches = data(bf16)
     engine = make(stage, bf16=bf16)
@@ -93,7 +93,7 @@ def test_everything_leaves_and_training_goes_on_as_if_nothing_had_been(stage, bf
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_only_what_is_included_leaves(stage):
     engine, batches = make(stage), data()
     train(engine, batches[:2])
@@ -110,7 +110,7 @@ def test_only_what_is_included_leaves(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_what_needs_absent_states_says_so(stage):
     engine, batches = make(stage), data()
     train(engine, batches[:2])
@@ -135,7 +135,7 @@ def test_what_needs_absent_states_says_so(stage):
     train(engine, batches[:2])
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_bad_words(tmp_path):
     engine = make(2)
     with pytest.raises(ValueError, match="device is nvme"):
@@ -156,7 +156,7 @@ def test_bad_words(tmp_path):
         engine.offload_states()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_with_states_that_live_on_the_host_the_rest_moves():
     engine = make(2, offload_optimizer={"device": "cpu"})
     train(engine, data()[:2])
@@ -166,7 +166,7 @@ def test_with_states_that_live_on_the_host_the_rest_moves():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_devices_are_told_and_destroying_brings_parameters_back(stage):
     engine = make(stage)
     train(engine, data()[:2])

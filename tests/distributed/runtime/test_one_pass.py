@@ -9,7 +9,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.ops.adam import FusedAdam
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 STEPS = 4
 CASES = [  # stage, precision, accumulation, dtype of sums, step that overflows
@@ -61,7 +61,7 @@ def train(case, *, one_pass):
     return norms, applied, counts, weights, masters
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_the_same_training_as_in_several_passes():
     for case in CASES:
         fast, slow = train(case, one_pass=True), train(case, one_pass=False)
@@ -77,7 +77,7 @@ def test_the_same_training_as_in_several_passes():
             assert torch.equal(weight, master.to(dtype).float()), f"{case}: the model is not what the masters say"
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_no_wide_copy_of_a_gradient_is_made():
     seen = []
     real = FusedAdam._apply

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.runtime.step import in_backward
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH, LAYERS, STEPS = 16, 6, 4
 
@@ -92,7 +92,7 @@ CASES = [
 ]
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_the_same_training_as_with_ordinary_steps(monkeypatch):
     monkeypatch.setattr(in_backward, "_TOGETHER", 300)
     for case in CASES:
@@ -112,7 +112,7 @@ def live_gradients(engine):
     return sum(param.grad.nbytes for param in held.values() if param.grad is not None)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_gradients_never_exist_all_at_once(monkeypatch):
     monkeypatch.setattr(in_backward, "_TOGETHER", 1)
     for case in ({}, {"bf16": {"enabled": True}}, {"reentrant": False}):
@@ -131,7 +131,7 @@ def test_gradients_never_exist_all_at_once(monkeypatch):
     gc.collect()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_clipping_by_the_last_norm(monkeypatch, tmp_path):
     monkeypatch.setattr(in_backward, "_TOGETHER", 300)
     engine = build(True, clip=0.05)
@@ -166,7 +166,7 @@ def test_clipping_by_the_last_norm(monkeypatch, tmp_path):
     other.destroy()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_what_is_refused():
     engine = build(True)
     x = torch.randn(2, WIDTH)

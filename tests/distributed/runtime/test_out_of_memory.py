@@ -6,7 +6,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.runtime.out_of_memory import REST, alive, changes
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 SAID = "CUDA out of memory. Tried to allocate 1.00 KiB. GPU 0 has a total capacity of 1.00 KiB"
 
@@ -50,7 +50,7 @@ def step(engine):
     engine.step()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_the_error_tells_what_was_alive_and_what_to_change():
     for where in ("forward", "backward"):
         engine = engine_of(where)
@@ -68,7 +68,7 @@ def test_the_error_tells_what_was_alive_and_what_to_change():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_bytes_by_kind_and_what_would_free_them():
     numel = 64 * 64 + 64
     engine = engine_of("nowhere")
@@ -86,7 +86,7 @@ def test_bytes_by_kind_and_what_would_free_them():
     engine.destroy()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_a_smaller_micro_batch_leaves_the_batch_of_a_step_as_it_is():
     for micro, smaller, steps in ((2, 1, 4), (3, 1, 6), (5, 1, 10), (6, 3, 4), (9, 3, 6)):
         engine = engine_of("nowhere", train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=2)
@@ -99,7 +99,7 @@ def test_a_smaller_micro_batch_leaves_the_batch_of_a_step_as_it_is():
         engine.destroy()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_phases_are_ranges_in_traces():
     engine = engine_of("nowhere")
     with torch.profiler.profile() as seen:

@@ -12,7 +12,7 @@ from torch import nn
 import deepspeed
 from deepspeed import comm
 from deepspeed.errors import DeepSpeedConfigError
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH, STEPS = 16, 4
 
@@ -61,7 +61,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_files_of_events_and_traces(tmp_path):
     folder, rank = tmp_path, comm.get_rank()
     for stage in (0, 2, 3):
@@ -105,7 +105,7 @@ def _check_trace(folder, operations):
         assert begin["ts"] < end["ts"] < begin["ts"] + 600e6
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_two_engines_an_interval_and_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_EVENTS", str(tmp_path / "deep" / "run.jsonl"))
     engines = [build(1, events={"every": 2}) for _ in range(2)]

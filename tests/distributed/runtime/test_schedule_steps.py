@@ -8,7 +8,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import UsageError
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
 
@@ -36,7 +36,7 @@ def step(engine, **given):
         engine.step(**given)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_schedule_that_counts_samples():
     engine = build(lambda optimizer: CountsSamples())
     step(engine)
@@ -45,7 +45,7 @@ def test_a_schedule_that_counts_samples():
     assert engine.lr_scheduler.samples == 2 * 3 * 2 + 1
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_a_schedule_that_looks_at_a_metric():
     """The number of samples was its metric, so that the learning rate fell whatever the loss did."""
     engine = build(lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
@@ -59,7 +59,7 @@ def test_a_schedule_that_looks_at_a_metric():
         assert engine.get_lr() == [pytest.approx(rate)]
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_arguments_that_the_schedule_does_not_take():
     """They were dropped, and the schedule went to the position that is the number of samples."""
     engine = build(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))

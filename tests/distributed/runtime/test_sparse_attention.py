@@ -10,7 +10,7 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.sparse_attention import BigBirdSparsityConfig, SparseSelfAttention
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import batches, make, share
 
 STEPS = 3
@@ -47,7 +47,7 @@ def build(stage, section=SECTION, model=None, **config):
     return deepspeed.initialize(model=make(Attending) if model is None else model, config=config)[0]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_every_stage_computes_what_one_process_does(tmp_path):
     model, expected = make(Attending, own=True), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -78,7 +78,7 @@ def test_every_stage_computes_what_one_process_does(tmp_path):
         engine.destroy()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_who_asks_for_a_pattern_and_who_does_not():
     with pytest.raises(DeepSpeedConfigError, match="no module of the model is a SparseSelfAttention"):
         build(0, model=nn.Linear(2, 2))

@@ -14,7 +14,7 @@ from deepspeed.sequence.auto_sp import (
     detect_model_sp_info,
 )
 from deepspeed.sequence.layer import DistributedAttention
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 HIDDEN, PATCHES = 8, 6
 
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         return (out, None) if self.pair else out
 
 
-@ranks(2, 3, timeout=400)
+@shared_ranks(2, 3, timeout=400)
 def test_attention_of_images():
     """With and without a class token; more images than ranks, as many, one; with a mask; unequal parts of patches."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
@@ -83,7 +83,7 @@ def test_attention_of_images():
 
 
 @pytest.mark.usefixtures("with_transformers")
-@ranks(2, timeout=400)
+@shared_ranks(2, timeout=400)
 def test_models_of_transformers():
     """A Llama and an encoder of CLIP as they come: losses and gradients are those of the whole on one rank."""
     from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
@@ -134,7 +134,7 @@ def called(name, **members):
 
 
 @pytest.mark.usefixtures("with_transformers")
-@ranks(1)
+@shared_ranks(1)
 def test_what_is_found():
     outer = called("ViTAttention")
     outer.attention = called("ViTSelfAttention")

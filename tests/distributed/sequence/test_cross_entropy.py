@@ -16,7 +16,7 @@ from deepspeed.sequence.cross_entropy import (
     vocab_parallel_cross_entropy,
     vocab_sequence_parallel_cross_entropy,
 )
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 LENGTH, ROWS, WIDTH = 6, 2, 8
 
@@ -46,7 +46,7 @@ def close(found, wanted):
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_split_vocabulary():
     world, mine = dist.group.WORLD, columns()
     for reduction in ("mean", "sum", "none"):
@@ -71,7 +71,7 @@ def test_a_split_vocabulary():
         vocab_parallel_cross_entropy(part, torch.full_like(target, 8), world)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_split_sequence():
     world, half = dist.group.WORLD, LENGTH // 2
     rows = slice(dist.get_rank() * half, dist.get_rank() * half + half)

@@ -22,7 +22,7 @@ from deepspeed.sequence.fpdt_layer import (
     FPDT_LogitsLoss,
 )
 from deepspeed.sequence.layer import apply_rotary_pos_emb
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 LENGTH, BATCH, HIDDEN, WIDTH = 32, 2, 16, 4
 
@@ -78,7 +78,7 @@ def close(found, expected):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
-@ranks(1, 2, 4, timeout=400)
+@shared_ranks(1, 2, 4, timeout=400)
 def test_attention_over_chunks():
     """Equal, fewer and single key heads; one chunk and many; in host memory and not; turned and not; bias beside it."""
     cases = [
@@ -167,7 +167,7 @@ class Live(TorchDispatchMode):
             self.peak = max(self.peak, self.device)
 
 
-@ranks(2, timeout=400)
+@shared_ranks(2, timeout=400)
 def test_what_lies_where(monkeypatch):
     """After forward the device holds the output alone; the host holds queries, keys, values, result, sums, context."""
     heads, key_heads = 4, 2
@@ -196,7 +196,7 @@ def test_what_lies_where(monkeypatch):
     assert peaks[8, True] < peaks[LENGTH, True]
 
 
-@ranks(2, timeout=400)
+@shared_ranks(2, timeout=400)
 def test_perceptron_loss_and_inputs():
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -237,7 +237,7 @@ def test_perceptron_loss_and_inputs():
         FPDT_LogitsLoss.apply(part, made[1], table, rank + 1, 2, dist.group.WORLD, 1)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_does_not_fit():
     group, parameters = dist.group.WORLD, weights(4, 2)
     hidden = torch.randn(LENGTH // 2, BATCH, HIDDEN)

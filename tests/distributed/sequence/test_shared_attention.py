@@ -17,7 +17,7 @@ from deepspeed.sequence.layer import DistributedAttention, apply_rotary_pos_emb
 from deepspeed.sequence.ring import Ring, ring_attention
 from deepspeed.transformers.attention import SequenceInfo, attention_mask
 from deepspeed.utils import groups
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 BATCH, LENGTH, WIDTH = 2, 16, 4
 
@@ -43,7 +43,7 @@ def close(found, expected, **near):
         torch.testing.assert_close(mine, theirs, **(near or {"atol": 1e-5, "rtol": 1e-5}))
 
 
-@ranks(2, 4, timeout=400)
+@shared_ranks(2, 4, timeout=400)
 def test_ulysses():
     """Even heads, uneven heads, key heads fewer than ranks, of either kind of batch."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
@@ -68,7 +68,7 @@ def of_layout(batch_dim, causal=True):
     return lambda *tensors: local_attention(*(each.transpose(0, 1) for each in tensors), causal=causal).transpose(0, 1)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_parts_of_unequal_lengths():
     """Padded on the way; queries may be shared out in another way than keys."""
     group, rank = dist.group.WORLD, dist.get_rank()
@@ -89,7 +89,7 @@ def test_parts_of_unequal_lengths():
             close([out, *gradients(out, mine, grad[:, parts[0]])], [expected[:, parts[0]], *of_parts])
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_parts_that_become_unequal():
     group, rank = dist.group.WORLD, dist.get_rank()
     tensors = whole_tensors(4, 2)
@@ -100,7 +100,7 @@ def test_parts_that_become_unequal():
         close([attention(*(tensor[:, part] for tensor in tensors), 0)], [expected[:, part]])
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_one_rank():
     tensors = whole_tensors(4, 2)
     with Wire() as wire:
@@ -111,7 +111,7 @@ def test_one_rank():
     assert wire.bytes == {}
 
 
-@ranks(2, timeout=400)
+@shared_ranks(2, timeout=400)
 def test_ulysses_neighbours():
     group, rank = dist.group.WORLD, dist.get_rank()
     part = slice(rank * LENGTH // 2, (rank + 1) * LENGTH // 2)
@@ -142,7 +142,7 @@ def test_ulysses_neighbours():
         DistributedAttention(local_attention, group)(*(each[:, :, :1] for each in mine), 0)
 
 
-@ranks(2, 4, timeout=400)
+@shared_ranks(2, 4, timeout=400)
 def test_ring():
     """Causal and not, packed, padded, with a window, in 16 bits; key heads fewer than query heads."""
     layout = ParallelLayout.build(sp=dist.get_world_size())
@@ -192,7 +192,7 @@ class Wire:
         self._subscription.close()
 
 
-@ranks(4, timeout=400)
+@shared_ranks(4, timeout=400)
 def test_bytes_on_the_wire():
     """The formulas of docs/sequence_parallel.md, for one layer."""
     group, size = dist.group.WORLD, dist.get_world_size()
@@ -224,7 +224,7 @@ def test_bytes_on_the_wire():
     layout.close()
 
 
-@ranks(4, timeout=400)
+@shared_ranks(4, timeout=400)
 def test_the_state_of_the_process():
     with pytest.raises(LayoutError, match="no sequence-parallel groups yet"):
         parallel_state_sp.get_sequence_parallel_group()

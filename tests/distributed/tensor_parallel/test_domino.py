@@ -17,7 +17,7 @@ import deepspeed
 from deepspeed.errors import LayoutError, UsageError
 from deepspeed.parallel import LayoutMpu, ParallelLayout
 from tests.distributed.tensor_parallel.test_overlap import Story
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 LENGTH, HIDDEN, HEADS, DIM, INNER, LAYERS = 5, 16, 4, 4, 24, 2
 
@@ -141,7 +141,7 @@ CASES = [
 ]
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_outputs_and_gradients():
     rank, size = dist.get_rank(), dist.get_world_size()
     angles = torch.arange(LENGTH * DIM // 2).float().view(LENGTH, 1, 1, -1).repeat(1, 1, 1, 2) / 9
@@ -172,7 +172,7 @@ def test_outputs_and_gradients():
             )
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_sums_run_beside_products():
     """Forward: between begin and end of a half's sum lies the other half; backward: the product for a weight."""
     model, _ = made(2, settings())
@@ -196,7 +196,7 @@ def test_sums_run_beside_products():
     assert all(story.told[at + 1 : at + 3] == ["product", "end"] for at in begins), story.told
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_an_engine_trains_it():
     """tp 2 × dp 2 with clipping: losses, norms and weights of plain PyTorch; a checkpoint restores them."""
     config = settings()
@@ -245,7 +245,7 @@ def test_an_engine_trains_it():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_dropout():
     """Of hidden states alike on all ranks, of scores different for each rank's heads; none in eval mode."""
     model, _ = made(2, settings(hidden_dropout=0.5))
@@ -271,7 +271,7 @@ def test_dropout():
     torch.testing.assert_close(model(x, None), plain(whole_of(model, settings()), settings(), x), atol=1e-5, rtol=1e-5)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_layers_alone():
     """Initial values, 16 bits by autocast, frozen weights, copies."""
     torch.manual_seed(0)
@@ -302,7 +302,7 @@ def test_layers_alone():
     copy.deepcopy(layer)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_cannot_be_is_refused():
     mpu = LayoutMpu(ParallelLayout.build(tp=2))
     kind = domino.ModelType.encoder_or_decoder

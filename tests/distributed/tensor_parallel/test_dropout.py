@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.tensor_parallel.families import parameters, start, tokens
 from tests.distributed.tensor_parallel.training import zero
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 RATE = 0.2
 _EAGER = {"vocab_size": 50, "attn_implementation": "eager"}
@@ -108,7 +108,7 @@ def again(seen, before):
     return all(any(x.shape == y.shape and torch.equal(x, y) and torch.equal(m, n) for y, n in before) for x, m in seen)
 
 
-@ranks(2, timeout=300)
+@shared_ranks(2, timeout=300)
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
     hf.logging.set_verbosity_error()
@@ -165,7 +165,7 @@ class Feeding(nn.Module):
         return x + self.drop(self.down_proj(hidden))
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_ends_between_split_layers():
     """A recomputation that ends there draws as before, and a forward that fails there leaves the shared state."""
     torch.manual_seed(0)
@@ -203,7 +203,7 @@ class Literal(nn.Module):
         return x + self.down_proj(hidden)
 
 
-@ranks(2)
+@shared_ranks(2)
 @pytest.mark.parametrize("rate", [None, 0.0])
 def test_rates_in_code_and_rates_that_are_set_later(rate):
     torch.manual_seed(0)

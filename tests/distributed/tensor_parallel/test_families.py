@@ -9,7 +9,7 @@ import transformers as hf
 from deepspeed.errors import UsageError
 from tests.distributed.tensor_parallel.families import FAMILIES, assert_close, make, start, tokens, whole
 from tests.distributed.tensor_parallel.training import momentum, train, zero
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 NAMES = list(FAMILIES)
 
@@ -38,13 +38,13 @@ def sample(world):
         yield name, {"vocab_parallel_lm_head": None if "bert" in name else head, "tp_overlap_comm": overlap}
 
 
-@ranks(2, 4, timeout=300)
+@shared_ranks(2, 4, timeout=300)
 def test_losses_and_gradients():
     for name, options in sample(dist.get_world_size()):
         compare(name, **options)
 
 
-@ranks(4, timeout=300)
+@shared_ranks(4, timeout=300)
 def test_what_belongs_to_heads_trains_sharded():
     """Cut by heads and sharded over replicas; the norm counts copies of a key head's norm once."""
     for name, stage in (("gpt-oss", 3), ("cohere with norms of heads", 3), ("persimmon", 1)):
@@ -53,7 +53,7 @@ def test_what_belongs_to_heads_trains_sharded():
             train(start(model, tp, **momentum(**zero(stage), gradient_clipping=0.3)), plain, steps=2, clip=0.3)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_half_a_pair_and_modules_for_each_head_are_refused():
     """What names of layers cannot tell is an error that names the layer and the dim, not another model."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed.parallel import ParallelLayout
 from deepspeed.tensor_parallel import layers as tensor_layers
 from deepspeed.tensor_parallel.layers import OverlappedInput
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH = 6
 
@@ -54,7 +54,7 @@ def layers(rank):
     return whole, bias, weights, bias[mine].clone().requires_grad_(), mine
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_one_sum_beside_a_product():
     rank = dist.get_rank()
     axis = ParallelLayout.build(tp=2)["tp"]
@@ -86,7 +86,7 @@ def test_one_sum_beside_a_product():
         assert between == ["begin", "product"]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_neighbours():
     """Another tensor, frozen weights, an input without gradient, 16 bits by autocast."""
     rank = dist.get_rank()

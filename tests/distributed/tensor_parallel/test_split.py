@@ -12,10 +12,10 @@ from deepspeed.errors import UsageError
 from deepspeed.tensor_parallel import GroupMembers, split
 from deepspeed.tensor_parallel.layers import RowParallel
 from tests.distributed.tensor_parallel.families import make, tokens
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_group_of_a_script():
     model, plain = make("llama")
     made = split(model, GroupMembers(dist.group.WORLD), TPTrainingConfig(autotp_size=2))
@@ -28,7 +28,7 @@ def test_the_group_of_a_script():
         split(nn.Linear(2, 2), GroupMembers(dist.group.WORLD), TPTrainingConfig(autotp_size=2))
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_sums_in_place():
     """Without gradients the product's own memory becomes the sum; with them nothing is overwritten."""
     model, _ = make("llama")
@@ -62,7 +62,7 @@ class Gated(nn.Module):
         return self.down(self.other(up)) if self.kind == "norm" else self.down(up) + self.other(up)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_layer_that_rules_forgot():
     """The error of a forward names it; a layer that is as wide and has nothing to do with it is none."""
     specs = [{"patterns": [r".*\.up"]}, {"patterns": [r".*\.down"], "partition_type": "row"}]

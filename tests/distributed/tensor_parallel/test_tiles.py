@@ -20,7 +20,7 @@ from tests.distributed.tensor_parallel.test_wire_and_memory import (
     split_embeddings,
 )
 from tests.distributed.tensor_parallel.training import momentum, train, zero
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 TILES = {"tiled_compute": 3, "tiled_loss": 5}
 CASES = [
@@ -37,7 +37,7 @@ CASES = [
 ]
 
 
-@ranks(4, timeout=400)
+@shared_ranks(4, timeout=400)
 def test_training_is_that_of_the_whole_model():
     for name, stage, accumulation, parallel, tiles, sequence in CASES:
         model, plain = make(name)
@@ -48,7 +48,7 @@ def test_training_is_that_of_the_whole_model():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_bytes_and_logits_of_a_tile():
     """Tiles cost no bytes in MLPs, and the three numbers per token of the loss once more, in backward."""
     model, plain = make("llama")
@@ -72,7 +72,7 @@ def test_bytes_and_logits_of_a_tile():
     engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_tiles_of_sequences_that_stay_split():
     """A tile is gathered by itself: as many bytes forward, once more the MLP's gather backward, few tokens at once."""
     batch, counted, losses = tokens(BATCH, LENGTH), {}, []
@@ -118,7 +118,7 @@ def test_tiles_of_sequences_that_stay_split():
     assert gathers[1][1][1] - gathers[0][1][1] == LAYERS * once
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_pieces_by_hand():
     """The published pieces around split layers: output, and gradients of inputs and weights, are those without."""
     model, plain = make("llama")
@@ -154,7 +154,7 @@ def test_pieces_by_hand():
     engine.destroy()
 
 
-@ranks(2, timeout=300)
+@shared_ranks(2, timeout=300)
 def test_tiles_in_blocks_that_are_computed_again():
     """Checkpoints of blocks around checkpoints of tiles, each of which gathers: all ranks gather in the same order."""
     parallel, tiles = {"sequence_parallel": True}, {"tiled_compute": 2, "tiled_loss": 3}

@@ -17,10 +17,10 @@ from deepspeed.tensor_parallel import GroupMembers, build, split, splits_of
 from deepspeed.tensor_parallel.apply import GatherReplacedLayerParams
 from tests.distributed.tensor_parallel.families import assert_close, make, parameters, start, tokens, whole
 from tests.distributed.tensor_parallel.training import momentum, train, zero
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 
-@ranks(4, timeout=300)
+@shared_ranks(4, timeout=300)
 def test_stages_accumulation_and_clipping():
     for stage, accumulation, name in [(0, 1, "one key"), (1, 2, "qwen3"), (2, 2, "one key"), (3, 2, "qwen3")]:
         model, plain = make(name)
@@ -31,7 +31,7 @@ def test_stages_accumulation_and_clipping():
         engine.destroy()
 
 
-@ranks(4, timeout=300)
+@shared_ranks(4, timeout=300)
 def test_an_embedding_that_is_tied_to_nothing():
     for stage, options in ((0, {}), (1, {"sequence_parallel": True}), (3, {"vocab_parallel_lm_head": True})):
         model, plain = make("llama")
@@ -45,7 +45,7 @@ def test_an_embedding_that_is_tied_to_nothing():
         engine.destroy()
 
 
-@ranks(4, timeout=300)
+@shared_ranks(4, timeout=300)
 def test_adamw():
     """With an epsilon that keeps the first steps smooth: else those of the smallest gradients have any sign."""
     for stage, name, tp in ((0, "llama", 4), (3, "gpt2", 2)):
@@ -58,7 +58,7 @@ def test_adamw():
         engine.destroy()
 
 
-@ranks(2, timeout=300)
+@shared_ranks(2, timeout=300)
 def test_split_sequences():
     for name, stage in (("one key", 1), ("qwen3", 3), ("gpt-neox", 0)):
         model, plain = make(name)
@@ -78,7 +78,7 @@ def test_split_sequences():
         start(make("opt")[0], 2, tensor_parallel={"sequence_parallel": True})
 
 
-@ranks(2, timeout=300)
+@shared_ranks(2, timeout=300)
 def test_a_pass_between_forward_and_backward_changes_nothing():
     """An evaluation sees whole sequences; blocks that are computed again, and sums of gradients, split ones."""
     for reentrant in (None, False, True):
@@ -103,7 +103,7 @@ def test_a_pass_between_forward_and_backward_changes_nothing():
         engine.destroy()
 
 
-@ranks(2, timeout=300)
+@shared_ranks(2, timeout=300)
 def test_16_bits():
     for stage, precision in [(2, {"bf16": {"enabled": True}}), (3, {"fp16": {"enabled": True, "loss_scale": 64.0}})]:
         model, plain = make("llama")
@@ -112,7 +112,7 @@ def test_16_bits():
         engine.destroy()
 
 
-@ranks(2, timeout=300)
+@shared_ranks(2, timeout=300)
 def test_an_overflow_of_one_rank_is_one_of_all():
     for stage in (0, 2):
         model, _ = make("llama")
@@ -128,7 +128,7 @@ def test_an_overflow_of_one_rank_is_one_of_all():
         engine.destroy()
 
 
-@ranks(4, timeout=300)
+@shared_ranks(4, timeout=300)
 def test_adapters():
     import peft
 
@@ -147,7 +147,7 @@ def test_adapters():
         engine.destroy()
 
 
-@ranks(2, timeout=300)
+@shared_ranks(2, timeout=300)
 def test_adapters_of_embeddings_and_output_layers():
     """The embedding may have a padding token, and may be tied; logits of an output layer with an adapter are whole."""
     import peft
@@ -168,7 +168,7 @@ def test_adapters_of_embeddings_and_output_layers():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_model_that_a_script_has_split():
     section = TPTrainingConfig(autotp_size=2, partition_config={"layer_specs": RULES})
     torch.manual_seed(0)
@@ -202,7 +202,7 @@ def test_a_model_that_a_script_has_split():
         start(alone, 2)
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_a_script_and_the_config_disagree_about_ranks():
     model = Blocks(16)
     section = TPTrainingConfig(autotp_size=4, partition_config={"layer_specs": RULES})
@@ -211,7 +211,7 @@ def test_a_script_and_the_config_disagree_about_ranks():
         start(model, 2)
 
 
-@ranks(2, timeout=300)
+@shared_ranks(2, timeout=300)
 def test_groups_frozen_layers_and_generation():
     model, plain = make("llama")
     for one in (model, plain):
@@ -261,7 +261,7 @@ RULES = [
 ]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_model_of_nobody():
     torch.manual_seed(0)
     model = Blocks()
@@ -283,7 +283,7 @@ def test_a_model_of_nobody():
     assert_close(parameters(engine), {name: param.detach() for name, param in plain.named_parameters()})
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_cannot_be_split_is_an_error_on_all_ranks():
     uneven = {"partition_config": {"layer_specs": RULES}}
     with pytest.raises(UsageError, match=r"first has 7 outputs \(dim 0 of its weight\).*does not come out even"):
@@ -312,7 +312,7 @@ def test_what_cannot_be_split_is_an_error_on_all_ranks():
         start(other, 2, tensor_parallel=uneven)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_ranks_on_two_nodes_are_told():
     told = []
     with pytest.MonkeyPatch.context() as patch:

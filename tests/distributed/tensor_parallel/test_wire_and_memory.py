@@ -12,7 +12,7 @@ from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.tensor_parallel import plan_model
 from deepspeed.tensor_parallel.rules import SplitKind
 from tests.distributed.tensor_parallel.families import make, start, tokens
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 BATCH, LENGTH, HIDDEN, LAYERS, VOCABULARY, INNER = 2, 8, 32, 2, 50, 48
 ACTIVATION = BATCH * LENGTH * HIDDEN * 4
@@ -35,7 +35,7 @@ def split_embeddings(model, tp, **options):
     return sum(change.kind is SplitKind.VOCABULARY for change in changes)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_bytes_on_the_wire():
     """Per block two sums of a hidden state forward and two backward; embedding, output layer and loss once each."""
     tokens_ = BATCH * LENGTH
@@ -69,7 +69,7 @@ def test_bytes_on_the_wire():
 
 
 @pytest.mark.parametrize("asked", [False, True])
-@ranks(4)
+@shared_ranks(4)
 def test_parameters_of_a_rank(asked):
     model, plain = make("llama")  # 4 query heads, 2 key-value heads of 8
     options = {"vocab_parallel_lm_head": True, "vocab_parallel_embedding": asked}

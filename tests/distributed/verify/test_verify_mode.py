@@ -11,7 +11,7 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import VerificationError
 from deepspeed.zero.gradients.reduction import ReduceToOwners
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH = 12
 
@@ -70,7 +70,7 @@ def clean(stage, dtype, optimizer, steps=4):
     engine.destroy()
 
 
-@ranks(2, 3)
+@shared_ranks(2, 3)
 def test_clean_steps_raise_nothing():
     for stage, dtype, optimizer in (
         (0, "fp32", "AdamW"),
@@ -85,7 +85,7 @@ def test_clean_steps_raise_nothing():
         clean(stage, dtype, optimizer)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_thousand_clean_steps_raise_nothing():
     for stage in (1, 3):
         engine = build(stage, action="stop", every=10, parameters=1)
@@ -93,7 +93,7 @@ def test_a_thousand_clean_steps_raise_nothing():
         engine.destroy()
 
 
-@ranks(2, 3)
+@shared_ranks(2, 3)
 def test_flipped_bits_are_named():
     last = dist.get_world_size() - 1
     mine = dist.get_rank() == last
@@ -125,7 +125,7 @@ def test_flipped_bits_are_named():
         engine.destroy()
 
 
-@ranks(2, 3)
+@shared_ranks(2, 3)
 def test_a_flipped_bit_of_a_bucket_in_flight_is_named_and_replayed(tmp_path):
     whole = ReduceToOwners.start
 

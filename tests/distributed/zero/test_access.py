@@ -27,7 +27,7 @@ from deepspeed.utils import (
     safe_update_full_grad_vectorized,
 )
 from deepspeed.zero.states.parameter_state import owner_of
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import PlainLoop, batches, make, share
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,7 +73,7 @@ def assert_near(found, expected, precision):
 
 
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_what_the_optimizer_holds(precision):
     world = dist.get_world_size()
     data = batches(3, SAMPLES)
@@ -115,7 +115,7 @@ def test_what_the_optimizer_holds(precision):
 
 @pytest.mark.parametrize("persistent", [0, 100_000])
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_what_is_set_is_used(precision, persistent):
     data = batches(2, SAMPLES)
     for stage in STAGES if persistent == 0 else (3,):  # the threshold is one of stage 3 alone
@@ -156,7 +156,7 @@ def test_what_is_set_is_used(precision, persistent):
         engine.destroy()
 
 
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_gradients_are_updated_in_one_call():
     batch = batches(1, SAMPLES)[0]
     for stage in STAGES:
@@ -178,7 +178,7 @@ def test_gradients_are_updated_in_one_call():
         engine.destroy()
 
 
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_chunks_of_stage_3():
     world, rank = dist.get_world_size(), dist.get_rank()
     batch = batches(1, SAMPLES)[0]
@@ -215,7 +215,7 @@ def test_chunks_of_stage_3():
     engine.destroy()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_chunks_exist_at_stage_3_only():
     for stage in (0, 1, 2):
         engine = build(stage)
@@ -240,7 +240,7 @@ class Partly(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_parameters_without(precision):
     for stage in STAGES:
         engine = build(stage, precision, make(Partly))
@@ -264,7 +264,7 @@ def test_parameters_without(precision):
         engine.destroy()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_gradients_so_far_while_they_accumulate():
     data = batches(2, SAMPLES)
     for stage in STAGES:
@@ -284,7 +284,7 @@ def test_gradients_so_far_while_they_accumulate():
         engine.destroy()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_an_edit_of_the_model_is_seen():
     for stage in STAGES:
         engine = build(stage, "bf16")
@@ -308,7 +308,7 @@ class Strided(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_parameters_whose_memory_is_not_in_order(precision):
     for stage in STAGES:
         engine = build(stage, precision, Strided())
@@ -325,7 +325,7 @@ def test_parameters_whose_memory_is_not_in_order(precision):
         engine.destroy()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_handles_end_with_their_engine():
     one, other = build(1), build(3, "bf16")
     mine, theirs = one.module.up.weight, other.module.up.weight
@@ -340,7 +340,7 @@ def test_handles_end_with_their_engine():
     assert safe_get_full_fp32_param(theirs) is None, "a parameter keeps its engine alive"
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_a_parameter_can_be_pickled():
     engine = build(1)
     copy = pickle.loads(pickle.dumps(engine.module))

@@ -14,10 +14,10 @@ from deepspeed.comm.point_to_point import gather_parts
 from deepspeed.errors import CommError
 from deepspeed.parallel import ParallelLayout
 from deepspeed.zero.agreement import RankAgreement
-from tests.harness import ranks, store_path
+from tests.harness import ranks, shared_ranks, store_path
 
 
-@ranks(1, 2, 3, 5, 9)
+@shared_ranks(1, 2, 3, 5, 9)
 def test_words_and_unions():
     rank, world = dist.get_rank(), dist.get_world_size()
     for turn in range(3):
@@ -33,7 +33,7 @@ def test_words_and_unions():
         assert unite(mask).tolist() == [1] * world + [0] * world
 
 
-@ranks(1, 2, 3, 5, 9)
+@shared_ranks(1, 2, 3, 5, 9)
 @pytest.mark.parametrize("listens", [True, False])
 def test_the_first_rank_may_listen_before_the_end(listens):
     """Other exchanges come in between, and not every end is listened for."""
@@ -49,7 +49,7 @@ def test_the_first_rank_may_listen_before_the_end(listens):
         assert found.tolist() == [[each * turn, 5] for each in range(world)]
 
 
-@ranks(2, 3)
+@shared_ranks(2, 3)
 def test_parts_are_gathered_where_they_belong():
     rank, world = dist.get_rank(), dist.get_world_size()
     handles = []
@@ -63,7 +63,7 @@ def test_parts_are_gathered_where_they_belong():
         assert out.view(world, -1).tolist() == [[float(each)] * (out.numel() // world) for each in range(world)]
 
 
-@ranks(2, 3)
+@shared_ranks(2, 3)
 def test_agreement_say_and_unite_and_tell():
     rank, world = dist.get_rank(), dist.get_world_size()
     agreement = RankAgreement(ParallelLayout.build().world)
@@ -76,7 +76,7 @@ def test_agreement_say_and_unite_and_tell():
     assert f"ranks {', '.join(map(str, range(world)))} waits" in same
 
 
-@ranks(3)
+@shared_ranks(3)
 def test_what_all_agreement_say_does_not_meet_what_others_send():
     """It goes over the world itself where that is gloo's, whose groups have a thread each."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1

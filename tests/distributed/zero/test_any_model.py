@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.closeness import assert_same_training
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.user_models import MODELS, Two, run
 
 
@@ -15,7 +15,7 @@ def sgd(model):
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-@ranks(2)
+@shared_ranks(2)
 def test_a_model(name):
     optimizer = sgd if name == "Sparse" else None
     expected = run(MODELS[name], 0, steps=3, optimizer=optimizer)
@@ -24,7 +24,7 @@ def test_a_model(name):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(2)
+@shared_ranks(2)
 def test_what_is_unfrozen_later_trains(precision):
     def each(step, engine):
         engine.module.first.requires_grad_(step != 0)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed.errors import CommError
 from tests.closeness import Training, assert_same_training
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import share
 from tests.user_models import whole
 
@@ -72,7 +72,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-@ranks(2, 3)
+@shared_ranks(2, 3)
 def test_ranks_may_take_different_branches(name):
     expected = train(0, CASES[name])
     for stage in (1, 2, 3):
@@ -80,7 +80,7 @@ def test_ranks_may_take_different_branches(name):
 
 
 @pytest.mark.parametrize("keys", [{"stage3_prefetch_bucket_size": 0}, {"stage3_max_live_parameters": 50}])
-@ranks(2)
+@shared_ranks(2)
 def test_whatever_is_gathered_ahead(keys):
     expected = train(0, CASES["others"])
     assert_same_training(train(3, CASES["others"], **keys), expected)
@@ -97,7 +97,7 @@ class Borrower(Experts):
 
 
 @pytest.mark.parametrize("name", ["others", "from the first"])
-@ranks(2)
+@shared_ranks(2)
 def test_ranks_may_read_different_weights_of_other_modules(name):
     assert_same_training(train(3, CASES[name], Borrower), train(0, CASES[name], Borrower))
 
@@ -126,7 +126,7 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_blocks_are_one_use_while_all_of_them_is_used():
     all_of, but_one, other = [[0, 1, 2]] * 2, [[0, 1]] * 2, [[0, 1, 2], [0]]
     for choices, joined in {"all": ([all_of] * 3 + [other], 3), "not all": ([other, but_one, all_of], 1)}.values():
@@ -139,7 +139,7 @@ def test_blocks_are_one_use_while_all_of_them_is_used():
         assert [len(use.parts) for use in uses if use.parts] == [2] * joined
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_evaluation_with_other_branches():
     engine = build(3)
     x = torch.randn(4, WIDTH)
@@ -150,7 +150,7 @@ def test_evaluation_with_other_branches():
     engine.step()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_rank_that_steps_while_another_runs_forward_is_named_on_both():
     engine = build(3)
     x = torch.randn(4, WIDTH)

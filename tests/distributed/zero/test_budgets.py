@@ -16,7 +16,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.zero.offload import state_width
 from deepspeed.zero.parameters.offloaded import FileChunks
 from deepspeed.zero.parameters.shard import shards_of
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.user_models import whole
 
 WIDTH, LAYERS = 16, 24
@@ -100,7 +100,7 @@ def budgets(stage, world, folder, *, bf16):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("bf16", [False, True])
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_the_numbers_of_a_run_without_budgets(stage, bf16, tmp_path):
     world = deepspeed.comm.get_world_size()
     engine = build(stage, {}, bf16=bf16)
@@ -121,7 +121,7 @@ def test_the_numbers_of_a_run_without_budgets(stage, bf16, tmp_path):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_what_the_table_says_is_where_things_are(stage, tmp_path):
     memory = {"device": 2 * ELEMENTS, "host": 2 * WINDOW + 10 * ELEMENTS, "disk": "1GB", "path": str(tmp_path)}
     if stage == 3:
@@ -144,7 +144,7 @@ def test_what_the_table_says_is_where_things_are(stage, tmp_path):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@ranks(1)
+@shared_ranks(1)
 def test_a_step_takes_no_more_of_the_device_than_was_planned(stage):
     engine = build(stage, {"device": 2 * ELEMENTS + 14 * ELEMENTS // 2})
     optimizer, seen = engine._parts.states._optimizer, []
@@ -162,7 +162,7 @@ def test_a_step_takes_no_more_of_the_device_than_was_planned(stage):
     assert set(seen) == {(torch.bfloat16, None)}, "a gradient was copied to float32, for which there is no budget"
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_a_step_that_is_one_for_all_tiers_updates_what_stays_on_the_device():
     found = []
     for narrow in (False, True):  # as on a GPU, where Muon reads gradients as they came
@@ -177,7 +177,7 @@ def test_a_step_that_is_one_for_all_tiers_updates_what_stays_on_the_device():
         torch.testing.assert_close(found[1][name], value, rtol=0, atol=0, msg=name)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_checkpoints_cross_budgets(tmp_path):
     first = build(2, {"device": 2 * ELEMENTS + 8 * LAYER})
     train(first)
@@ -191,7 +191,7 @@ def test_checkpoints_cross_budgets(tmp_path):
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_too_little_is_told_before_training(tmp_path):
     with pytest.raises(DeepSpeedConfigError, match=r"memory.device: 100 B are less than .* stage 2 keeps whole"):
         build(2, {"device": 100})
@@ -210,7 +210,7 @@ def test_too_little_is_told_before_training(tmp_path):
         build(2, disk, model=model, client=client, zero_allow_untested_optimizer=True)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_models_that_are_born_within_budgets(tmp_path):
     for memory in ({"device": 2 * ELEMENTS // 4}, {"device": 0, "host": "1GB", "disk": "1GB", "path": str(tmp_path)}):
         found = []
@@ -231,7 +231,7 @@ def test_models_that_are_born_within_budgets(tmp_path):
             torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_what_an_optimizer_keeps_is_known_before_its_first_step():
     params = [torch.nn.Parameter(torch.zeros(10, 10))]
     assert state_width(torch.optim.AdamW(params)) == 8
@@ -245,7 +245,7 @@ def test_what_an_optimizer_keeps_is_known_before_its_first_step():
     assert given.param_groups[0]["params"][0] is params[0]
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_any_optimizer_of_the_client(tmp_path):
     model = Net()
     client = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)

@@ -18,7 +18,7 @@ from tests.covering import pairs
 from tests.distributed.moe.models import Model as Experts
 from tests.distributed.moe.models import scrambled
 from tests.distributed.zero.test_coded_weights import data, engine_of, losses, same_everywhere, whole
-from tests.harness import ranks
+from tests.harness import ranks, shared_ranks
 from tests.told import Told
 
 
@@ -41,7 +41,7 @@ def slices():
     yield owned, {0: slice(0, 0), 1: slice(0, 50), 2: slice(50, 140), 3: slice(0, 0)}, 140
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_sums_come_to_their_owners(monkeypatch):
     rank = dist.get_rank()
     for per_node in (2, 4):
@@ -60,7 +60,7 @@ def test_sums_come_to_their_owners(monkeypatch):
                 assert (found - expected).norm() < 0.2 * expected.norm()
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_a_sum_does_not_depend_on_its_bucket(monkeypatch):
     for per_node in (2, 4):
         way = reduction(monkeypatch, per_node)
@@ -75,7 +75,7 @@ def test_a_sum_does_not_depend_on_its_bucket(monkeypatch):
         assert torch.equal(together, torch.cat(alone))
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_errors_that_are_fed_back_sum_to_the_mean(monkeypatch):
     """Over time the sum of what arrives is the sum of what was sent, but for the last errors."""
     share = EvenShares(256, ((SharePart("a", 0, 256),),))
@@ -94,7 +94,7 @@ def test_errors_that_are_fed_back_sum_to_the_mean(monkeypatch):
         assert apart["lost"] > 3 * apart["fed back"]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_is_not_finite_is_seen_and_not_remembered(monkeypatch):
     way = reduction(monkeypatch, 2, ErrorMemory(0.5, 3))
     share = EvenShares(64, ((SharePart("a", 0, 64),),))
@@ -126,7 +126,7 @@ CASES = pairs(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@ranks(4)
+@shared_ranks(4)
 def test_trains_like_uncoded(stage, monkeypatch):
     for (each, offload), precision, (accumulation, clip), loco, (per_node, weights) in CASES:
         if each != stage:
@@ -149,7 +149,7 @@ def test_trains_like_uncoded(stage, monkeypatch):
         engine.destroy()
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_bytes_and_hops(monkeypatch):
     """Ψ/2 · (L−1)/L within a node, Ψ/2 / L · (N−1)/N between nodes, per rank and reduction; scales apart."""
     for per_node, hops in ((2, {("within"): 1 / 2, "across": 1 / 4}), (4, {"all": 3 / 4})):
@@ -177,7 +177,7 @@ def test_bytes_and_hops(monkeypatch):
             assert found[kind] == pytest.approx(numel / 2 * share, rel=0.12)  # parts are small here: scales weigh
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_errors_are_part_of_checkpoints(tmp_path):
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder)
@@ -238,7 +238,7 @@ def test_bad_configs(zero, said):
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_rank_with_another_codec_is_named():
     """Also where one of the ranks shards nothing."""
     signs = {"type": "OneBitAdam", "params": {"freeze_step": 2}}
@@ -258,7 +258,7 @@ def test_a_rank_with_another_codec_is_named():
             deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config | (other if dist.get_rank() else {}))
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_experts_and_tensor_parallel_layers(monkeypatch):
     """Experts lie on fewer ranks than the rest; with tensor parallelism the ranks of an axis are no neighbours."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed import comm
 from deepspeed.zero import GatheredParameters
 from tests.covering import pairs
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH = 64
 
@@ -95,7 +95,7 @@ CASES = pairs(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@ranks(4)
+@shared_ranks(4)
 def test_trains_like_uncoded(stage):
     for each, form, precision, (accumulation, clip), (offload, near) in CASES:
         if each != stage:
@@ -137,7 +137,7 @@ def counted():
         comm.all_gather_into_tensor = real["all_gather_into_tensor"]
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_bytes_of_gathers():
     matrices = 4 * WIDTH * 2 * WIDTH  # elements that travel as codes
     seen = {}
@@ -159,7 +159,7 @@ def test_bytes_of_gathers():
     assert seen["near"][2] == pytest.approx(2 * matrices / 2, rel=0.02)  # backward, among two; biases, too
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_copies_of_neighbours_change_nothing():
     expected = None
     for near, checkpointed in ((1, False), (2, False), (2, True), (1, True)):
@@ -170,7 +170,7 @@ def test_copies_of_neighbours_change_nothing():
         engine.destroy()
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_edits_outdate_copies():
     """Also those that one rank makes alone, and those between forward and backward."""
     results = []
@@ -197,7 +197,7 @@ def test_edits_outdate_copies():
     assert torch.equal(*results)
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_copies_are_freed_and_come_back():
     engine = engine_of(3, "bf16", zero_hpz_partition_size=2)
     copies = next(shard.near.copies for shard in _shards(engine) if shard.near is not None)
@@ -221,7 +221,7 @@ def _shards(engine):
     return shards_of(engine.module.parameters())
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_bad_sizes():
     for size, said in ((3, "3 does not divide the 4 ranks.*Use one of 2, 4"), (8, "8 does not divide the 4 ranks")):
         with pytest.raises(deepspeed.errors.DeepSpeedConfigError, match=said):

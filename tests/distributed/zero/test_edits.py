@@ -12,7 +12,7 @@ from deepspeed import log as logs
 from deepspeed.errors import UsageError
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.distributed.zero.test_offload_parity import late_updates
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import Tiny, batches, make, share
 
 WHOLE, SHARDED = 10**6, 0
@@ -114,7 +114,7 @@ def clamp(module):
         param.data.clamp_(-100, 100)
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_training_goes_on_in_other_memory():
     """As without it, to the last bit of the masters; also while updates of the host are on their way."""
     for way in ways():
@@ -161,7 +161,7 @@ def other_vector(module):
     vector_to_parameters(parameters_to_vector(module.parameters()).detach() * 0.5, module.parameters())
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_values_are_adopted_however_they_are_written():
     for way in ways():
         one, other = build(*way), build(*way)
@@ -180,7 +180,7 @@ def test_values_are_adopted_however_they_are_written():
         other.destroy()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_the_modifier_decides_at_every_stage():
     last = dist.get_world_size() - 1
     for way in ways():
@@ -205,7 +205,7 @@ def test_the_modifier_decides_at_every_stage():
         other.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_whole_values_for_a_sharded_parameter():
     """While it is empty: every rank keeps its part."""
     engine = build(3, "bf16", False, SHARDED)
@@ -221,7 +221,7 @@ def test_whole_values_for_a_sharded_parameter():
 # ---- what cannot be followed
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_module_that_stays_converted():
     told = []
     logs.logger.warning = told.append
@@ -242,7 +242,7 @@ def test_a_module_that_stays_converted():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_data_of_another_shape(stage):
     engine = build(stage, "fp32", False)
     backward(engine)
@@ -251,7 +251,7 @@ def test_data_of_another_shape(stage):
         engine.step()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_a_parameter_that_was_replaced():
     for stage in (0, 2, 3):
         engine = build(stage, "bf16", False)

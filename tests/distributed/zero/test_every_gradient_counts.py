@@ -11,7 +11,7 @@ from torch import nn
 
 import deepspeed
 from tests.covering import pairs
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH = 6
 
@@ -77,7 +77,7 @@ CASES = pairs(
 )
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_stage_3_trains_as_one_process_from_the_first_step_on():
     """What is lost in the first backward is missing from then on, so that weights are compared after every step."""
     for case in CASES:
@@ -110,7 +110,7 @@ def test_stage_3_trains_as_one_process_from_the_first_step_on():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_is_frozen_or_unfrozen_between_micro_steps():
     """Ranks use different layers, so that they have to tell each other who had a gradient of what."""
     used = [[("first", "second", "third"), ("first", "third")], [("second",), ("third", "first")]]
@@ -131,7 +131,7 @@ def test_what_is_frozen_or_unfrozen_between_micro_steps():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_step_leaves_no_gradient_of_what_the_optimizer_does_not_train():
     """Or the first update after `add_param_group` would use the sum of all steps before."""
     for stage, threshold in ((0, 0), (1, 0), (2, 0), (3, 0), (3, 10)):
@@ -154,7 +154,7 @@ def test_a_step_leaves_no_gradient_of_what_the_optimizer_does_not_train():
         engine.destroy()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_a_step_that_overflows_leaves_no_gradient_either():
     for stage in (0, 1, 2, 3):
         engine, *_ = build(Net(), stage, precision="fp16", trained=lambda model: model.last.parameters())
@@ -198,7 +198,7 @@ def forces(model, call, x):
     return sum(each.square().mean() for each in call(x))
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_stage_3_differentiates_twice():
     cases = [
         (Net, penalty, "engine", {}),
@@ -228,7 +228,7 @@ def test_stage_3_differentiates_twice():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_gradients_that_were_not_reduced_are_dropped_with_the_others():
     """What a backward inside `no_sync` left is dropped by the optimizer's `zero_grad`, as by the engine's."""
     for stage, threshold in ((0, 0), (1, 0), (2, 0), (3, 0), (3, 1000)):
@@ -246,7 +246,7 @@ def test_gradients_that_were_not_reduced_are_dropped_with_the_others():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_ranks_use_tied_layers_in_opposite_orders():
     """Each rank takes part in gathers for a layer of the other that shares a parameter with its own."""
     torch.manual_seed(1)

@@ -14,7 +14,7 @@ from deepspeed.errors import UsageError
 from deepspeed.zero import GatheredParameters
 from deepspeed.zero.parameters.shard import shard_of
 from tests.covering import pairs
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH = 64
 
@@ -71,7 +71,7 @@ def whole(param):
         return param.detach().clone()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_trains_as_with_weights_that_were_rounded(tmp_path):
     """The same losses as with frozen weights that have the values of the codes; a quarter of fp32's memory."""
     world, dtypes = 2, {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -99,7 +99,7 @@ def test_trains_as_with_weights_that_were_rounded(tmp_path):
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_codes_travel_and_edits_count(tmp_path):
     engine = engine_of(model(), zero_quantized_nontrainable_weights=True)
     train(engine, 1)
@@ -129,7 +129,7 @@ def test_codes_travel_and_edits_count(tmp_path):
     torch.testing.assert_close(whole(weight), rounded(value, 2, codec), rtol=0, atol=0)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_later_frozen_and_unfrozen():
     net = model()
     later = net.base[1].weight.requires_grad_(True)
@@ -167,7 +167,7 @@ def test_later_frozen_and_unfrozen():
         plain.optimizer.quantize_nontrainable_params()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_one_rank_rests_too():
     net = model()
     codec = codec_of("int8")

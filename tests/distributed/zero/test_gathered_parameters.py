@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed import log as logs
 from deepspeed import zero
 from deepspeed.errors import LostEditError, UsageError
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import batches, make, share
 
 
@@ -44,7 +44,7 @@ def rows(engine):
 
 
 @pytest.mark.parametrize("modifier", [0, 1])
-@ranks(2)
+@shared_ranks(2)
 def test_the_modifier_decides(modifier):
     model = build(3)
     weight = model[0].weight
@@ -58,7 +58,7 @@ def test_the_modifier_decides(modifier):
         assert torch.equal(weight, torch.full((3, 3), modifier + 5.0))
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_may_be_given():
     model = build(3, 2)
     ordinary = nn.Parameter(torch.ones(2))
@@ -77,7 +77,7 @@ def test_what_may_be_given():
     assert model[0].weight.shape == (3, 3)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_data_may_be_replaced():
     weight = build(3)[0].weight
     with zero.GatheredParameters(weight, modifier_rank=0):
@@ -88,7 +88,7 @@ def test_data_may_be_replaced():
         weight.data = torch.zeros(4)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_nested_contexts():
     model = build(3)
     weight, bias = model[0].weight, model[0].bias
@@ -111,7 +111,7 @@ def test_nested_contexts():
 
 
 @pytest.mark.parametrize("persistence", [0, 1000])
-@ranks(2)
+@shared_ranks(2)
 def test_a_lost_edit_is_told(persistence):
     """Also where only one rank edits, and where the parameter stays whole anyway."""
     engine = engine_of(make(), stage3_param_persistence_threshold=persistence)
@@ -134,7 +134,7 @@ def test_a_lost_edit_is_told(persistence):
 
 
 @pytest.mark.parametrize("made", ["plainly", "in shards"])
-@ranks(2)
+@shared_ranks(2)
 def test_a_lost_edit_is_an_error_where_that_is_asked_for(made):
     keys = {"stage": 3, "enable_sanity_checks": True}
     if made == "plainly":
@@ -148,7 +148,7 @@ def test_a_lost_edit_is_an_error_where_that_is_asked_for(made):
     assert weight._zero.holds == 0
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_modifier_outside_the_group():
     weight = build(3)[0].weight
     outside = zero.GatheredParameters(weight, modifier_rank=2)
@@ -157,7 +157,7 @@ def test_a_modifier_outside_the_group():
     assert weight.numel() == 0
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_the_modifier_is_a_rank_of_the_group():
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     with zero.Init(data_parallel_group=pairs[dist.get_rank() // 2]):
@@ -168,7 +168,7 @@ def test_the_modifier_is_a_rank_of_the_group():
         assert layer.weight[0, 0].item() == (1.0 if dist.get_rank() < 2 else 3.0)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_an_exception_lets_go():
     weight = build(3)[0].weight
     with pytest.raises(KeyError), zero.GatheredParameters(weight, modifier_rank=0):
@@ -177,7 +177,7 @@ def test_an_exception_lets_go():
     assert weight._zero.holds == 0
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_calls_of_plain_torch_that_find_nothing_are_told():
     engine = engine_of(make())
     told = warnings()
@@ -213,7 +213,7 @@ def test_calls_of_plain_torch_that_find_nothing_are_told():
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_generation_with_whole_weights_and_without_hooks(stage):
     engine = engine_of(make(), stage=stage)
     plain = engine_of(make(), stage=stage)

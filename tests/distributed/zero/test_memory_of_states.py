@@ -9,7 +9,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.memory import Spread, Widths, model_states
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 
 def model():
@@ -37,7 +37,7 @@ def counted(engine):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@ranks(1, 2, 4)
+@shared_ranks(1, 2, 4)
 def test_bytes_of_a_stage(stage, precision):
     world, rank = dist.get_world_size(), dist.get_rank()
     engine, *_ = deepspeed.initialize(

@@ -14,14 +14,14 @@ from deepspeed.errors import DeepSpeedConfigError, LayoutError, UsageError
 from tests.closeness import assert_same_training
 from tests.covering import pairs
 from tests.distributed.zero.test_zero_parity import ADAMW, DTYPES, train, train_plainly
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import batches, make, share
 from tests.user_models import whole
 
 CASES = pairs((1, 2, 3), list(DTYPES), (1, 3), (0.0, 0.3))
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_trains_as_one_process():
     for stage, precision, accumulation, clip in CASES:
         plain = train_plainly(precision, accumulation=accumulation, clip=clip)
@@ -57,7 +57,7 @@ def same_on_all(engine):
     return True
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_copies_are_summed_once_per_step():
     """An all-reduce of 2Ψ/L bytes, which moves 4Ψ/L·(N−1)/N a rank, and nothing else between groups but numbers."""
     for stage in (2, 3):
@@ -81,7 +81,7 @@ def test_copies_are_summed_once_per_step():
         engine.destroy()
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_gathers_between_nodes_first(monkeypatch):
     """On two pretended nodes a group of four gathers in two hops of two ranks each, and nothing else changes."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -105,7 +105,7 @@ def test_gathers_between_nodes_first(monkeypatch):
             assert torch.equal(found[1][name], value), (keys, name)
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_files_have_one_copy_and_load_at_any_size(tmp_path):
     for stage, kind in ((1, "safetensors"), (3, "deepspeed")):
         folder = tmp_path / f"{stage}{kind}"
@@ -128,7 +128,7 @@ def test_files_have_one_copy_and_load_at_any_size(tmp_path):
             loaded.destroy()
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_models_are_born_over_their_groups():
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -151,7 +151,7 @@ def test_models_are_born_over_their_groups():
     engine.destroy()
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_what_does_not_fit_is_refused():
     with pytest.raises(LayoutError, match=r"mics_shard_size is 3, and 4 ranks .* \(2, 4\)"):
         engine_of(3, shard_size=3)

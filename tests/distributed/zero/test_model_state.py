@@ -15,7 +15,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.shard import shards_of
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import Tiny, batches, make, share
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -67,7 +67,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_the_whole_model_on_rank_0(precision):
     expected = plain(precision)
     for stage in STAGES:
@@ -93,7 +93,7 @@ def test_the_whole_model_on_rank_0(precision):
         engine.destroy()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_one_module_is_whole_at_a_time():
     engine = build(3, stage3_param_persistence_threshold=0)
     shards = shards_of(engine.module.parameters())
@@ -115,7 +115,7 @@ def test_one_module_is_whole_at_a_time():
     engine.destroy()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_state_dict_of_the_module():
     expected = plain()
     for stage in STAGES:
@@ -132,7 +132,7 @@ def test_state_dict_of_the_module():
 
 @pytest.mark.parametrize("fetch_first", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_load_whole_values(precision, fetch_first):
     rank, world = dist.get_rank(), dist.get_world_size()
     expected = plain(precision, seed=5)
@@ -154,7 +154,7 @@ def test_load_whole_values(precision, fetch_first):
         engine.destroy()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_what_does_not_fit():
     good = plain()
     for stage in STAGES:
@@ -173,7 +173,7 @@ def test_what_does_not_fit():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_only_some_parameters():
     engine = build(3, stage3_param_persistence_threshold=0)
     before, other = engine.module_state_dict(), plain(seed=5)
@@ -184,7 +184,7 @@ def test_only_some_parameters():
     engine.destroy()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_a_function_of_the_user_loads():
     def half(src, dst):
         with torch.no_grad():
@@ -200,7 +200,7 @@ def test_a_function_of_the_user_loads():
         engine.destroy()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_save_16bit_model(tmp_path):
     expected = plain("bf16")
     for stage in STAGES:
@@ -246,7 +246,7 @@ def read_safetensors(path):
     return found
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_stage_3_writes_unless_it_is_forbidden_to_gather(tmp_path):
     engine = build(3)
     assert engine.save_16bit_model(str(tmp_path)) is True
@@ -259,7 +259,7 @@ def test_stage_3_writes_unless_it_is_forbidden_to_gather(tmp_path):
     engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_all_ranks_learn_that_writing_failed(tmp_path):
     engine = build(1)
     (tmp_path / "file").write_text("")
@@ -270,7 +270,7 @@ def test_all_ranks_learn_that_writing_failed(tmp_path):
 
 
 @pytest.mark.parametrize("persistent", [0, 10, 10**6])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_empty_partition_cache(persistent):
     """Everything is freed, also parameters that stay whole, and returns before it is used."""
     engine = build(3, stage3_param_persistence_threshold=persistent, stage3_max_reuse_distance=10**9)

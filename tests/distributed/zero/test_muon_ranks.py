@@ -16,7 +16,7 @@ from deepspeed.zero.piece import StatePiece
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.groups import Dtypes, ShardGroup
 from deepspeed.zero.states.matrices import ShardedMatrices
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 SHAPES = [(6, 12), (12, 5), (3, 4, 8), (1, 2), (4, 2, 3, 3), (7, 7), (9, 4)]
 WIDE = Dtypes(torch.float32, torch.float32, torch.float32)
@@ -62,7 +62,7 @@ def check(group, plain, states, expected):
 
 
 @pytest.mark.parametrize("kind", sorted(LAYOUTS))
-@ranks(1, 2, 3, 4)
+@shared_ranks(1, 2, 3, 4)
 def test_the_update_of_one_process(kind):
     params = [nn.Parameter(normal(*shape, seed=place)) for place, shape in enumerate(SHAPES)]
     plain = [nn.Parameter(param.detach().clone()) for param in params]
@@ -92,7 +92,7 @@ def test_the_update_of_one_process(kind):
 
 
 @pytest.mark.parametrize("kind", sorted(LAYOUTS))
-@ranks(2)
+@shared_ranks(2)
 def test_every_matrix_is_computed_once(kind):
     params = [nn.Parameter(normal(8, 8, seed=place)) for place in range(6)]
     group = shards(kind, params, {})
@@ -117,7 +117,7 @@ def test_every_matrix_is_computed_once(kind):
     assert [len(each) for each in everyone] == [3, 3]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_both_halves_and_a_group_that_one_rank_holds_nothing_of():
     weights = [nn.Parameter(normal(6, 12)), nn.Parameter(normal(1, 2, seed=3))]
     plain = [nn.Parameter(param.detach().clone()) for param in weights]
@@ -144,7 +144,7 @@ def test_both_halves_and_a_group_that_one_rank_holds_nothing_of():
     assert len(sizes) == 4
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_vector_is_refused_on_every_rank_by_name():
     params = [nn.Parameter(normal(4, 4)), nn.Parameter(normal(2, seed=1))]
     optimizer = Muon([nn.Parameter(torch.empty(0))])

@@ -27,7 +27,7 @@ from deepspeed.utils import (
 )
 from deepspeed.zero.states.late_parameters import is_late
 from tests.distributed.zero.test_offload_parity import late_updates
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import batches, make
 from tests.user_models import whole
 
@@ -67,7 +67,7 @@ def step(engine, data):
         engine.step()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_a_checkpoint_of_any_home_loads_in_any_other(tmp_path):
     data = batches(6, 2)
     plain = build({"stage": 2})
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_any_home_loads_in_any_other(tmp_path):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_states_are_read_and_written_wherever_they_live(late, tmp_path):
     for zero in list(homes(tmp_path))[1:]:
         with late_updates() if late else nullcontext():
@@ -117,7 +117,7 @@ def test_states_are_read_and_written_wherever_they_live(late, tmp_path):
         engine.destroy()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_several_backwards_in_a_step_that_was_planned_with_one():
     data = batches(2, 2)
     found = []
@@ -132,7 +132,7 @@ def test_several_backwards_in_a_step_that_was_planned_with_one():
         torch.testing.assert_close(found[1][name].float(), value.float(), rtol=2e-2, atol=2e-3)
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_optimizers_of_others_in_host_memory(tmp_path):
     def sgd(params):
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
@@ -151,7 +151,7 @@ def test_optimizers_of_others_in_host_memory(tmp_path):
             torch.testing.assert_close(found[name].float(), value.float(), rtol=2e-2, atol=2e-3)
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_adafactor_rests_on_the_disk_as_in_memory(tmp_path):
     allowed = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     results = []
@@ -166,7 +166,7 @@ def test_adafactor_rests_on_the_disk_as_in_memory(tmp_path):
         build(disk, torch.optim.LBFGS, **allowed)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_moments_in_eight_bits_on_every_tier(tmp_path):
     losses = []
     for zero in list(homes(tmp_path))[1:]:
@@ -198,7 +198,7 @@ def test_a_disk_that_is_full_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["open", "states", "parameters"])
-@ranks(2)
+@shared_ranks(2)
 def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(what, tmp_path):
     mine, rank = tmp_path / "mine", deepspeed.comm.get_rank()
     disk = {"device": "nvme", "nvme_path": str(mine)}
@@ -261,7 +261,7 @@ class Half(torch.nn.Module):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_two_groups_and_a_layer_that_nobody_uses(late, tmp_path):
     torch.manual_seed(1)
     data, found = torch.randn(3, 4, 8), []
@@ -295,7 +295,7 @@ def test_two_groups_and_a_layer_that_nobody_uses(late, tmp_path):
 
 
 @pytest.mark.parametrize("own", [False, True])
-@ranks(1)
+@shared_ranks(1)
 def test_a_compiled_model_does_not_run_ahead_of_the_step(own):
     found = []
     for compiled in (False, True):
@@ -324,7 +324,7 @@ def test_a_compiled_model_does_not_run_ahead_of_the_step(own):
         torch.testing.assert_close(found[1][name], value)
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_loaded_states_lie_where_they_live(tmp_path):
     first = build({"stage": 2})
     step(first, batches(1, 2))

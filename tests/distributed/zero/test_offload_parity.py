@@ -12,7 +12,7 @@ from deepspeed.zero.states.tiles import StepTiling
 from tests.closeness import assert_same_training
 from tests.covering import triples
 from tests.distributed.zero.test_zero_parity import DTYPES, train, train_plainly
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 
@@ -24,7 +24,7 @@ OF_OPTIMIZERS = triples((1, 3), STAGES, list(DTYPES), ("cpu", "nvme"), WINDOWS)
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_optimizer_states_in_host_memory_and_on_the_disk(precision, device, tmp_path):
     offload = dict(CPU)
     if device == "nvme":
@@ -48,7 +48,7 @@ def late_updates():
 
 @pytest.mark.parametrize("clip", [0.0, 0.3])
 @pytest.mark.parametrize("accumulation", [1, 3])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_updates_that_are_late(accumulation, clip, tmp_path):
     plain = train_plainly("bf16", accumulation=accumulation, clip=clip)
     memory, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}
@@ -63,7 +63,7 @@ def test_updates_that_are_late(accumulation, clip, tmp_path):
 @pytest.mark.parametrize("optimizer", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_parameters_in_host_memory(precision, accumulation, optimizer):
     plain = train_plainly(precision, accumulation=accumulation, clip=0.3)
     offload = {"offload_param": {"device": "cpu"}, **(CPU if optimizer else {})}
@@ -72,7 +72,7 @@ def test_parameters_in_host_memory(precision, accumulation, optimizer):
 
 @pytest.mark.parametrize("optimizer", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_parameters_on_the_disk(precision, optimizer, tmp_path):
     plain = train_plainly(precision, accumulation=2, clip=0.3)
     offload = {

@@ -18,7 +18,7 @@ from deepspeed.comm.compressed import CompressedBackend, SignErrors, sign_mean
 from deepspeed.comm.records import CollectiveFinished
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.utils import safe_set_full_grad, safe_set_full_optimizer_state
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 SIZES = {"weight": (5, 7), "bias": (5,), "scale": (3, 5)}
 
@@ -323,7 +323,7 @@ def assert_close(found, expected, atol=2e-5):
 
 
 @pytest.mark.parametrize("kind", list(CASES))
-@ranks(2, 4, 8)
+@shared_ranks(2, 4, 8)
 def test_fifty_steps_are_those_of_the_published_rule(kind):
     engine, (simulated, numbers) = engine_of(kind), CASES[kind]
     expected = simulated(dist.get_world_size(), **numbers)
@@ -344,7 +344,7 @@ TOGETHER = {"var_freeze_step": 13, "var_update_scaler": 2, "local_step_scaler": 
 
 
 @pytest.mark.parametrize("kind", list(CASES))
-@ranks(2, 4)
+@shared_ranks(2, 4)
 def test_owners_of_pieces_follow_the_published_rule(kind):
     simulated, numbers = CASES[kind]
     decay = 0.0 if kind == "ZeroOneAdam" else 0.01
@@ -364,7 +364,7 @@ def test_owners_of_pieces_follow_the_published_rule(kind):
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_owners_follow_the_rule_with_clipping_and_accumulation():
     """Gradients are clipped by the norm of all that a rank has alone, once they stay there."""
     for stage in (1, 2, 3):
@@ -420,7 +420,7 @@ def tell(rank):
     return torch.linspace(1, 2, 11) * (rank + 1)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_parameters_that_are_used_late_have_the_mean_of_their_gradients():
     for stage in (1, 3):
         engine = engine_of(
@@ -441,7 +441,7 @@ def test_parameters_that_are_used_late_have_the_mean_of_their_gradients():
         engine.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_groups_have_numbers_of_their_own():
     """Two groups with the numbers of one are that one; each with its own learning rate moves by that."""
     for stage in (0, 2):
@@ -462,7 +462,7 @@ def test_groups_have_numbers_of_their_own():
         assert float((found[2]["weight"] - Model().weight).abs().max()) > 1e-3
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_owners_notice_edits_and_loads_at_another_stage(tmp_path):
     engine = engine_of("OneBitAdam", zero_optimization={"stage": 1})
     expected = SimulatedAdam(2, stage=1, freeze_step=10)
@@ -490,7 +490,7 @@ def test_owners_notice_edits_and_loads_at_another_stage(tmp_path):
     other.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_the_warm_up_is_adam_and_lamb():
     for kind, other in (("OneBitAdam", "AdamW"), ("OneBitLamb", "Lamb"), ("ZeroOneAdam", "AdamW")):
         numbers = {"var_update_scaler": 1000} if kind == "ZeroOneAdam" else {"freeze_step": 1000}
@@ -502,7 +502,7 @@ def test_the_warm_up_is_adam_and_lamb():
         plain.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_checkpoints_go_on_before_and_after_the_variance_stays(tmp_path):
     sharded = [("OneBitAdam", 2), ("OneBitLamb", 1), ("OneBitLamb", 3), ("ZeroOneAdam", 2)]
     stages = [(kind, 0) for kind in CASES] + sharded
@@ -524,7 +524,7 @@ def test_checkpoints_go_on_before_and_after_the_variance_stays(tmp_path):
             again.destroy()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_other_precisions_accumulation_clipping_and_overflow():
     bf16, fp16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
     cases = [(kind, precision, 0) for kind in CASES for precision in (bf16, fp16)]
@@ -555,7 +555,7 @@ def test_other_precisions_accumulation_clipping_and_overflow():
         engine.destroy()
 
 
-@ranks(4)
+@shared_ranks(4)
 def test_messages_have_one_bit_per_number_each_way():
     numel = 4 * 4096
     values, errors = torch.randn(numel), []
@@ -571,7 +571,7 @@ def test_messages_have_one_bit_per_number_each_way():
     assert payload == numel // 4 * 3 // 4
 
 
-@ranks(2, 3)
+@shared_ranks(2, 3)
 def test_errors_of_the_mean_do_not_add_up():
     """Over time the sum of what comes is that of the plain means, but for what the last errors are."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -589,7 +589,7 @@ def test_errors_of_the_mean_do_not_add_up():
     assert float((came - meant).abs().max()) < 0.1 * float(meant.abs().max())
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_what_does_not_work_with_them_is_refused():
     keys = {
         "zero_optimization.mics_shard_size": {"zero_optimization": {"stage": 2, "mics_shard_size": 1}},
@@ -615,7 +615,7 @@ def test_what_does_not_work_with_them_is_refused():
         )
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_client_gives_its_own():
     model = Model()
     optimizer = OnebitAdam(model.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.01, freeze_step=10)

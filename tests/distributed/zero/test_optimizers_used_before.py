@@ -12,7 +12,7 @@ import deepspeed
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.lion import FusedLion
 from deepspeed.utils import safe_get_full_fp32_param
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 KINDS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -75,7 +75,7 @@ def trained(kind, stage, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [1, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_states_are_cut_as_parameters_are(kind, stage):
     mine, _, theirs = trained(kind, stage, torch.float32)
     close = 5e-3 if "8 bits" in kind else 1e-6  # codes are rounded by the place of an element in its part
@@ -85,7 +85,7 @@ def test_states_are_cut_as_parameters_are(kind, stage):
 
 @pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_states_are_as_wide_as_masters(kind, stage):
     mine, optimizer, theirs = trained(kind, stage, torch.bfloat16)
     shaped = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
@@ -96,7 +96,7 @@ def test_states_are_as_wide_as_masters(kind, stage):
 
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@ranks(1)
+@shared_ranks(1)
 def test_adagrad_of_the_config_sums_in_float32(stage, precision):
     """torch makes the sums when it makes the optimizer, of parameters that are cast already."""
     config = {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 
 class Written(nn.Module):
@@ -31,7 +31,7 @@ class Written(nn.Module):
 
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8)], ids=["flat", "view"])
 @pytest.mark.parametrize("how", ["not", "index", "activation", "residual"])
-@ranks(2)
+@shared_ranks(2)
 def test_gradients_are_those_of_plain_torch(how, shape):
     torch.manual_seed(0)
     model = Written(how)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.zero.gradients.bucket import Bucket
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH, LAYERS = 512, 10
 LAYER = WIDTH * WIDTH
@@ -107,7 +107,7 @@ CASES = {
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", list(CASES))
-@ranks(2)
+@shared_ranks(2)
 def test_gradients_leave_as_they_arrive(name, stage):
     with pytest.MonkeyPatch.context() as monkeypatch:
         found = peaks(stage, monkeypatch, **CASES[name])

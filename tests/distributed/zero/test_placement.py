@@ -22,13 +22,13 @@ from deepspeed.zero.states.groups import BlockGroup
 from deepspeed.zero.states.norm import NormRanks
 from deepspeed.zero.states.planner import GroupPlanner
 from deepspeed.zero.states.states import OptimizerStates
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH = 6
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@ranks(4)
+@shared_ranks(4)
 def test_shards_over_a_part_of_the_ranks_and_copies_over_the_rest(accumulation):
     """As MiCS does for all parameters; here for one of two layers, beside one that lies on all ranks."""
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.zero import build
-from tests.harness import ranks, store_path
+from tests.harness import shared_ranks, store_path
 
 
 class Remembering:
@@ -40,7 +40,7 @@ class Remembering:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_what_a_reduction_remembers_is_in_checkpoints(stage):
     plain = build.make_reduction
     config = {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH, LAYERS = 16, 6
 
@@ -43,7 +43,7 @@ def build(**zero):
     )[0]
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_nothing_is_whole_between_forward_and_backward():
     engine = build()
     for _ in range(3):
@@ -56,7 +56,7 @@ def test_nothing_is_whole_between_forward_and_backward():
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
-@ranks(2)
+@shared_ranks(2)
 def test_no_more_than_the_budget_is_whole(layers):
     size = WIDTH * WIDTH
     engine = build(stage3_max_live_parameters=layers * size, stage3_prefetch_bucket_size=10 * size)
@@ -71,7 +71,7 @@ def test_no_more_than_the_budget_is_whole(layers):
     assert max(engine.module.seen[-LAYERS:]) == (layers - 1) * size, "all but the layer that was just released"
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_gathers_ahead_are_few_and_large():
     engine = build(stage3_prefetch_bucket_size=3 * WIDTH * WIDTH)
     coordinator = engine._parts.sharded.coordinator
@@ -84,7 +84,7 @@ def test_gathers_ahead_are_few_and_large():
     assert counts == [2 * LAYERS] * 3, "each layer once in forward and once in backward"
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_reuse_distance_keeps_parameters_for_backward():
     engine = build(stage3_max_reuse_distance=10**9)
     coordinator = engine._parts.sharded.coordinator

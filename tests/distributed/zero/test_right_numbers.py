@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed.errors import CommError, DeepSpeedError
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 WIDTH = 8
 
@@ -81,7 +81,7 @@ WAYS = {
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_a_plain_backward_counts_one_micro_step(stage, way, training):
     engine, plain = build(stage, steps=2)
     engine.train(training)
@@ -95,7 +95,7 @@ def test_a_plain_backward_counts_one_micro_step(stage, way, training):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_the_norm_is_that_of_gradients_that_were_set(stage):
     engine, _ = build(stage, clipping=1.0)
     engine.backward(engine(batch(0, dist.get_rank())))
@@ -132,7 +132,7 @@ class Frozen(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@ranks(2)
+@shared_ranks(2)
 def test_frozen_weights_are_whole_when_they_are_used_again(reentrant):
     torch.manual_seed(5)
     engine, plain = build(3, Frozen(reentrant))
@@ -152,7 +152,7 @@ class Nested(Net):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_outputs_in_many_lists(stage):
     engine, plain = build(stage, Nested(), steps=2)
     for step in range(2):
@@ -167,7 +167,7 @@ def test_outputs_in_many_lists(stage):
     compare(engine, plain)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_forwards_without_a_backward_are_forgotten():
     engine, _ = build(3)
     coordinator = engine._parts.sharded.coordinator
@@ -186,7 +186,7 @@ def test_forwards_without_a_backward_are_forgotten():
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@ranks(2)
+@shared_ranks(2)
 def test_a_rank_with_one_forward_more_is_told_on_all(grad):
     engine, _ = build(3)
     for step in range(2):
@@ -202,7 +202,7 @@ def test_a_rank_with_one_forward_more_is_told_on_all(grad):
     assert "Net" in str(error.value) or "backward" in str(error.value)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_backward_of_a_part_does_not_meet_another_unit_silently():
     engine, _ = build(1, steps=2)
     engine.backward(engine(batch(0, dist.get_rank())))
@@ -213,7 +213,7 @@ def test_backward_of_a_part_does_not_meet_another_unit_silently():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("limit", [10, 10**6])
-@ranks(2)
+@shared_ranks(2)
 def test_the_norm_of_two_groups_counts_every_gradient_once(stage, limit):
     """Gradients of both groups travel in one bucket."""
     torch.manual_seed(1)
@@ -244,7 +244,7 @@ def test_the_norm_of_two_groups_counts_every_gradient_once(stage, limit):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_micro_steps_add_up_in_the_dtype_that_was_asked_for(stage):
     """What bf16 would round away: its numbers near 32 are a quarter apart."""
     layer = nn.Linear(4, 1, bias=False)
@@ -298,7 +298,7 @@ def two_groups(model):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_odd_parameters_in_two_groups(stage):
     torch.manual_seed(1)
     model = Odd()

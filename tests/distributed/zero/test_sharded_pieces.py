@@ -23,7 +23,7 @@ from deepspeed.zero.public.leaf import units_by_granularity
 from deepspeed.zero.public.tiling import TiledLinear
 from deepspeed.zero.states.groups import BlockGroup, Dtypes, ShardGroup
 from deepspeed.zero.states.matrices import ShardedMatrices
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 DTYPES = Dtypes(torch.float32, torch.float32, torch.bfloat16)
 
@@ -50,7 +50,7 @@ def groups_of(stage, module, options, dtypes=DTYPES):
     return BlockGroup(members, Placement(axis), dtypes, options, gather=fetch.BlockGather(1 << 20))
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_tiles_take_over_a_sharded_layer_of_rank_0():
     torch.manual_seed(comm.get_rank())  # every rank has other values
     linear, plain = nn.Linear(7, 5), nn.Linear(7, 5)
@@ -70,7 +70,7 @@ def test_tiles_take_over_a_sharded_layer_of_rank_0():
         fetch.release(shards)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_linear_layer_released_before_backward():
     torch.manual_seed(0)
     layer = nn.Linear(5, 3)
@@ -89,7 +89,7 @@ def test_a_linear_layer_released_before_backward():
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_sharded_parameters_count_whole():
     large, small = nn.Sequential(nn.Linear(3000, 1000), nn.Linear(1, 1)), Wrapped(model())
     axis = ParallelLayout.build().world
@@ -110,7 +110,7 @@ class Wrapped(nn.Module):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@ranks(2, 3)
+@shared_ranks(2, 3)
 def test_bytes_are_those_of_the_plan(stage, dtype):
     """Parameters and masters, counted by the storages that hold them."""
     module, options = model(dtype), {}
@@ -136,7 +136,7 @@ def test_bytes_are_those_of_the_plan(stage, dtype):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_muon_over_the_groups_of_a_stage(stage):
     module = model()
     plain = copy.deepcopy(module)

@@ -11,7 +11,7 @@ import deepspeed
 from deepspeed import comm
 from deepspeed.zero import GatheredParameters
 from tests.covering import pairs
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 ROWS, WIDTH = 101, 5
 
@@ -75,7 +75,7 @@ CASES = pairs(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@ranks(2, 4)
+@shared_ranks(2, 4)
 def test_the_bits_of_dense_gradients(stage):
     for case, precision, accumulation, name, (sparse, rows) in CASES:
         if case == stage:
@@ -86,7 +86,7 @@ def test_the_bits_of_dense_gradients(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@ranks(3)
+@shared_ranks(3)
 def test_touched_rows_travel(stage, monkeypatch):
     sent, real = [], comm.all_to_all_single
 
@@ -106,7 +106,7 @@ def test_touched_rows_travel(stage, monkeypatch):
     assert max(sent) > ROWS * WIDTH / 2, sent
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_an_engine_has_the_calls():
     """The mean of sparse gradients over a group, one by one and in place; rows of any number from each rank."""
     engine = deepspeed.initialize(model=nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1})[0]

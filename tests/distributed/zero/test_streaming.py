@@ -10,7 +10,7 @@ import torch
 
 import deepspeed
 from deepspeed.zero.states import host_step as streaming
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import batches, make
 
 STEPS = 6
@@ -117,7 +117,7 @@ def same(ours, theirs):
         (99, {"stage": 3, "accumulation": 2}),
     ],
 )
-@ranks(1)
+@shared_ranks(1)
 def test_numbers_do_not_depend_on_who_updates(stay, options):
     with pretended_device() as device:
         expected = without_help(device, **options)
@@ -132,7 +132,7 @@ def test_numbers_do_not_depend_on_who_updates(stay, options):
         assert device.brought == brought, "once"
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_states_stay_while_nobody_asks():
     with pretended_device() as device:
         device.stay = 99
@@ -145,7 +145,7 @@ def test_states_stay_while_nobody_asks():
         assert all(arena.mirrored for arena in ahead), "and will not fetch them again"
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_what_forward_needs_first_stays():
     with pretended_device() as device:
         device.stay = 1
@@ -157,7 +157,7 @@ def test_what_forward_needs_first_stays():
 
 
 @pytest.mark.parametrize("stay", [1, 99])
-@ranks(1)
+@shared_ranks(1)
 def test_who_reads_or_writes_between_steps_sees_the_newest(stay):
     with pretended_device() as device:
 
@@ -180,7 +180,7 @@ def test_who_reads_or_writes_between_steps_sees_the_newest(stay):
         same(values(helped), expected)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_a_device_that_stops_helping_gives_everything_back():
     with pretended_device() as device:
 
@@ -194,7 +194,7 @@ def test_a_device_that_stops_helping_gives_everything_back():
         same(values(helped), expected)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_the_state_of_the_wrapper_is_the_newest():
     with pretended_device() as device:
         device.stay = 99

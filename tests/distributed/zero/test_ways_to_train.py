@@ -9,7 +9,7 @@ from torch import nn
 
 import deepspeed
 from tests.closeness import Training, assert_same_training
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.user_models import WIDTH, CalledTwice, Two, build, run, whole
 
 
@@ -49,7 +49,7 @@ def train(engine, kind="plain", steps=3):
 
 
 @pytest.mark.parametrize("kind", ["no_sync", "twice", "sum", "coalesce", "bare", "evaluating"])
-@ranks(2)
+@shared_ranks(2)
 def test_ways_to_train(kind):
     expected = train(build(CalledTwice, 0), kind)
     for stage in (1, 2, 3):
@@ -57,7 +57,7 @@ def test_ways_to_train(kind):
 
 
 @pytest.mark.parametrize("where", ["engine", "before", "part"])
-@ranks(2)
+@shared_ranks(2)
 def test_compiled(where):
     def each(step, engine):
         if step == 0 and where == "engine":
@@ -77,7 +77,7 @@ def test_compiled(where):
         assert_same_training(run(kind, stage, each=each), expected)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_two_engines_take_turns():
     """As generator and discriminator: one's loss goes through the other."""
 
@@ -111,7 +111,7 @@ def test_two_engines_take_turns():
         assert_same_training(play(stage), expected)
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_module_that_is_added_later():
     engine = build(Two, 3)
     x = torch.randn(4, WIDTH)
@@ -131,7 +131,7 @@ def test_a_module_that_is_added_later():
         assert torch.equal(engine.module.second(x), expected), "nobody trains it, and nothing else changed it"
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_inference_without_an_optimizer():
     torch.manual_seed(3)
     model = Two()

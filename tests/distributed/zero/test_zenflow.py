@@ -11,7 +11,7 @@ import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.distributed.zero.test_offload_parity import late_updates
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.user_models import whole
 
 WIDTH, LR, STEPS = 12, 1e-2, 7
@@ -117,7 +117,7 @@ def by_hand(batches, *, share, update, select, warm_up=0):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("update", "select", "warm_up"), [(1, None, 0), (3, None, 0), (2, 2, 0), (2, 4, 2)])
-@ranks(1)
+@shared_ranks(1)
 def test_as_by_hand(late, update, select, warm_up):
     chooses = {"select_strategy": "step", "select_interval": select} if select else {}
     zenflow = {"topk_ratio": 0.25, "update_interval": update, "full_warm_up_rounds": warm_up, **chooses}
@@ -133,7 +133,7 @@ def test_as_by_hand(late, update, select, warm_up):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("home", ["cpu", "nvme", "both", "selected on the host"])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_with_an_update_at_every_step_nothing_is_deferred(stage, home, tmp_path):
     offload = {"device": "nvme", "nvme_path": str(tmp_path)} if home == "nvme" else {"device": "cpu"}
     bf16 = home == "both"
@@ -144,7 +144,7 @@ def test_with_an_update_at_every_step_nothing_is_deferred(stage, home, tmp_path)
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_looking_at_states_changes_nothing_and_shows_what_the_model_has():
     zenflow = {"topk_ratio": 0.25, "update_interval": 3}
     expected = train(build(zenflow), data())
@@ -160,7 +160,7 @@ def test_looking_at_states_changes_nothing_and_shows_what_the_model_has():
         assert torch.equal(found[name], value), name
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_edits_count_for_chosen_columns_too():
     engine = build({"topk_ratio": 0.25, "update_interval": 3})
     train(engine, data(2))
@@ -174,7 +174,7 @@ def test_edits_count_for_chosen_columns_too():
     assert (weight + 5).abs().max() < 10 * LR
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_checkpoint_after_an_update_goes_on(tmp_path):
     zenflow = {"topk_ratio": 0.25, "update_interval": 2}
     engine = build(zenflow)
@@ -192,7 +192,7 @@ def test_a_checkpoint_after_an_update_goes_on(tmp_path):
         torch.testing.assert_close(value, masters[name])
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_without_an_interval_updates_come_when_enough_was_deferred():
     engine = build({"topk_ratio": 0.1, "auto_ratio": 0.5})
     before = {name: value.clone() for name, value in whole(engine).items()}
@@ -208,7 +208,7 @@ def test_without_an_interval_updates_come_when_enough_was_deferred():
     assert all(torch.isfinite(value).all() for value in found.values())
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_what_cannot_be_deferred_is_refused():
     with pytest.raises(DeepSpeedConfigError, match=r"zenflow: SGD does not update every element"):
         build({"update_interval": 2}, optimizer="SGD", params={"momentum": 0.9}, zero_allow_untested_optimizer=True)

@@ -16,7 +16,7 @@ import deepspeed
 from deepspeed import zero
 from deepspeed.zero.parameters.parameter import SpreadParameter
 from deepspeed.zero.parameters.shard import shard_of
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import Tiny, batches, make, share
 from tests.sharded_models import settings, whole
 
@@ -46,7 +46,7 @@ class Block(nn.Module):
             module.weight.data.mul_(0.5)
 
 
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_initialisers_give_the_values_of_the_plain_model():
     plain = make(Block)
     torch.manual_seed(dist.get_rank() * 100)  # the values of rank 0 count
@@ -60,7 +60,7 @@ def test_initialisers_give_the_values_of_the_plain_model():
     assert torch.equal(model.norm.running_var, plain.norm.running_var)
 
 
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_what_parameters_show():
     with zero.Init():
         layer = nn.Linear(5, 3)
@@ -98,7 +98,7 @@ def test_what_parameters_show():
     assert fresh.numel() == 0
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_submodule_is_sharded_before_the_next_one_is_made():
     """The most that is whole at any moment is one layer, so that the model may be larger than a rank's memory."""
     peak, kinds = [], (nn.Parameter, SpreadParameter)
@@ -122,7 +122,7 @@ def test_a_submodule_is_sharded_before_the_next_one_is_made():
     assert all(param.numel() == 0 for param in model.parameters())
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_only_the_outermost_constructor_counts():
     seen = []
 
@@ -146,7 +146,7 @@ def test_only_the_outermost_constructor_counts():
     assert Derived().weight.numel() == 4, "after the context classes are as they were"
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_an_exception_undoes_everything():
     class Late(nn.Module):
         def __init__(self, fail):
@@ -171,7 +171,7 @@ def test_an_exception_undoes_everything():
     assert not whole(again)["layer.weight"].any()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_nested_decorator_module_and_disabled():
     @zero.Init(dtype=torch.bfloat16)
     def build(size):
@@ -201,7 +201,7 @@ def test_nested_decorator_module_and_disabled():
 
 
 @pytest.mark.parametrize("kind", ["dict", "path"])
-@ranks(2)
+@shared_ranks(2)
 def test_an_unfinished_config(kind, tmp_path):
     """As clients hand it over before they have resolved it."""
     config = {
@@ -221,7 +221,7 @@ def test_an_unfinished_config(kind, tmp_path):
     assert layer[1].weight.dtype == torch.float32, "as the engine would have it beside fp32 statistics"
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_containers_and_parametrised_layers():
     class Mixed(nn.Module):
         def __init__(self):
@@ -249,7 +249,7 @@ def test_containers_and_parametrised_layers():
         assert torch.equal(mine, theirs[name]), name
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_a_deep_copy_has_shards_of_its_own():
     with zero.Init():
         model = make()
@@ -276,7 +276,7 @@ def test_a_deep_copy_has_shards_of_its_own():
     assert second(*share(batches(1, 12)[0], dist.get_rank(), dist.get_world_size())).item() == losses[0].item()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_edits_in_the_body_of_the_context_are_kept():
     with zero.Init():
         layer = nn.Linear(2, 2)
@@ -287,7 +287,7 @@ def test_edits_in_the_body_of_the_context_are_kept():
     assert torch.equal(whole(layer)["bias"], torch.full((2,), 2.0))
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_apply_may_be_left_alone():
     with zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3, "override_module_apply": False}}):
         assert nn.Module.apply.__module__ == "torch.nn.modules.module"

@@ -10,13 +10,13 @@ from torch import nn
 import deepspeed
 from deepspeed import zero
 from deepspeed.errors import UsageError
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import Tiny, batches, make, share
 from tests.sharded_models import settings, train, whole
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_training_equals_that_of_a_model_made_plainly(precision):
     config = settings(precision)
     plain = train(make(), config)
@@ -32,7 +32,7 @@ def test_training_equals_that_of_a_model_made_plainly(precision):
         assert torch.equal(mine, plain[1][name]), name
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_an_optimizer_made_before_the_engine():
     config = settings() | {"optimizer": {}}
     results = []
@@ -50,7 +50,7 @@ def test_an_optimizer_made_before_the_engine():
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_a_stage_that_cannot_use_shards_is_an_error():
     with zero.Init():
         model = Tiny()
@@ -58,7 +58,7 @@ def test_a_stage_that_cannot_use_shards_is_an_error():
         deepspeed.initialize(model=model, config=settings(stage=2))
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_the_engine_gives_shards_its_dtype():
     with zero.Init():
         model = make()
@@ -68,7 +68,7 @@ def test_the_engine_gives_shards_its_dtype():
         assert torch.equal(param, values[name].bfloat16()), name
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_frozen_shards_beside_new_ordinary_parameters():
     class Adapted(nn.Module):
         def __init__(self, base):
@@ -105,7 +105,7 @@ def test_frozen_shards_beside_new_ordinary_parameters():
     assert names <= {"down.weight", "up.weight"}
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_on_one_rank_an_engine_keeps_parameters_whole_without_copies():
     with zero.Init():
         model = Tiny()
@@ -122,7 +122,7 @@ def test_on_one_rank_an_engine_keeps_parameters_whole_without_copies():
     assert plain.up.weight.ds_shape == (24, 8)
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_a_model_may_have_a_second_engine_after_the_first():
     config = settings("bf16", stage3_param_persistence_threshold=100)
     with zero.Init(config_dict_or_path=config):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.closeness import assert_same_training
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.user_models import Checkpointed, run
 
 AT_ANY_STAGE = [
@@ -36,7 +36,7 @@ AT_STAGE_3 = [
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_a_key_changes_how_and_not_what(stage):
     expected = run(Checkpointed, 0, steps=3)
     for keys in AT_ANY_STAGE + (AT_STAGE_3 if stage == 3 else []):

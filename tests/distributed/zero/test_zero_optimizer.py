@@ -15,7 +15,7 @@ import deepspeed
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.closeness import Training, assert_same_training
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import PlainLoop, Tiny, batches, make, share
 from tests.user_models import whole
 
@@ -86,7 +86,7 @@ def parameters(model):
 
 
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_step_is_called_on_the_optimizer(precision):
     """Lightning's Fabric never calls engine.step()."""
     world, data = dist.get_world_size(), batches(3, SAMPLES)
@@ -115,7 +115,7 @@ def test_step_is_called_on_the_optimizer(precision):
         engine.destroy()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_its_class_can_be_based_upon():
     """Fabric makes a class of its own and the optimizer's and copies the attributes."""
     engine = build(2)
@@ -168,7 +168,7 @@ class Grows(Tiny):
 
 @pytest.mark.parametrize("persistent", [0, 100_000])
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_a_group_is_added(precision, persistent):
     world, data = dist.get_world_size(), batches(4, SAMPLES)
     for stage in (1, 2, 3) if persistent == 0 else (3,):  # the threshold is one of stage 3 alone
@@ -215,7 +215,7 @@ def test_a_group_is_added(precision, persistent):
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_modes_of_a_schedule_free_optimizer(precision, direct):
     batch = batches(1, SAMPLES)[0]
     for stage in (0, 1, 2, 3):
@@ -236,7 +236,7 @@ def test_modes_of_a_schedule_free_optimizer(precision, direct):
         assert "eval" not in vars(inner)
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_other_optimizers_have_no_modes():
     engine = build(1)
     assert not hasattr(engine.optimizer, "train")
@@ -244,7 +244,7 @@ def test_other_optimizers_have_no_modes():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_state_dict(precision):
     data = batches(4, SAMPLES)
     for stage in (1, 2, 3) if precision == "fp32" else (0, 1, 2, 3):  # else it is torch's own
@@ -285,7 +285,7 @@ def remove_hooks(optimizer):
     offload.backward_hooks = []
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_hooks_taken_off_and_put_on_again():
     data = batches(6, SAMPLES)
     straight = build(3)
@@ -311,14 +311,14 @@ def test_hooks_taken_off_and_put_on_again():
     assert not hasattr(engine.module, "ds_external_parameters")
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_only_stage_3_has_hooks():
     for stage in (1, 2):
         assert not hasattr(build(stage).optimizer, "parameter_offload")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(1, 3)
+@shared_ranks(1, 3)
 def test_legacy_views(precision):
     world, rank = dist.get_world_size(), dist.get_rank()
     for stage in (1, 2, 3):
@@ -356,7 +356,7 @@ def test_legacy_views(precision):
         engine.destroy()
 
 
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_nothing_stays_after_destroy():
     for stage in (1, 3):
         engine = build(stage)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.closeness import assert_same_training
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.user_models import WIDTH, Tied, run
 
 
@@ -46,7 +46,7 @@ class Matrices(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@ranks(2, 3)
+@shared_ranks(2, 3)
 def test_muon_sees_whole_matrices(precision):
     config = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9}}}
     if precision == "bf16":
@@ -63,7 +63,7 @@ def test_muon_sees_whole_matrices(precision):
 
 
 @pytest.mark.parametrize("kind", ["groups", "averaging", "rprop", "adagrad"])
-@ranks(2)
+@shared_ranks(2)
 def test_optimizers_and_groups(kind):
     options = {
         "groups": {"groups": two_groups},

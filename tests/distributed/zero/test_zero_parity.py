@@ -11,7 +11,7 @@ import torch.distributed as dist
 import deepspeed
 from tests.closeness import Training, assert_same_training
 from tests.covering import triples
-from tests.harness import ranks
+from tests.harness import shared_ranks
 from tests.models import PlainLoop, batches, make, share
 from tests.user_models import whole
 
@@ -76,7 +76,7 @@ CASES = triples(WORLDS, (0, 1, 2, 3), list(DTYPES), (1, 3), (0.0, 0.3))
 
 
 @pytest.mark.parametrize("precision", list(DTYPES))
-@ranks(*WORLDS)
+@shared_ranks(*WORLDS)
 def test_stages_agree(precision):
     for world, stage, kind, accumulation, clip in CASES:
         if (world, kind) == (dist.get_world_size(), precision):

@@ -9,7 +9,7 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError, LostEditError, UsageError
 from deepspeed.ops.lamb import FusedLamb
-from tests.harness import ranks
+from tests.harness import shared_ranks
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -24,7 +24,7 @@ def build(stage=3, model=None, **zero):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@ranks(1, 2)
+@shared_ranks(1, 2)
 def test_an_untested_optimizer(stage):
     model = nn.Linear(4, 4)
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
@@ -39,7 +39,7 @@ def test_an_untested_optimizer(stage):
     engine.step()
 
 
-@ranks(1)
+@shared_ranks(1)
 def test_an_optimizer_that_does_not_work_element_by_element():
     model = nn.Linear(4, 4)
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
@@ -49,7 +49,7 @@ def test_an_optimizer_that_does_not_work_element_by_element():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-@ranks(2)
+@shared_ranks(2)
 def test_torch_muon_has_no_whole_matrices(stage):
     model = nn.Linear(4, 4, bias=False)
     config = {
@@ -67,7 +67,7 @@ def test_torch_muon_has_no_whole_matrices(stage):
     engine.step()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_a_module_that_is_left_in_another_dtype():
     """At stage 0 gradients are summed where they lie, so that the module cannot be converted back in between."""
     engine = build(stage=0, model=nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
@@ -78,7 +78,7 @@ def test_a_module_that_is_left_in_another_dtype():
         engine.backward(engine.module[0](torch.ones(2, 6, dtype=torch.float64)).sum())
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_an_edit_that_would_be_lost():
     engine = build()
     weight = engine.module.weight
@@ -95,7 +95,7 @@ def test_an_edit_that_would_be_lost():
         strict.module.weight.data.zero_()
 
 
-@ranks(2)
+@shared_ranks(2)
 def test_unused_parameters_where_they_are_not_ignored():
     class Unused(nn.Module):
         def __init__(self):
