@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.harness import ROOT
@@ -72,8 +73,13 @@ class Command:
         return f"{self.block}: {shlex.join(self.words)}"
 
 
-def blocks(page: str) -> Iterator[Block]:
+@cache
+def blocks(page: str) -> tuple[Block, ...]:
     """Every fenced block of a page."""
+    return tuple(_blocks(page))
+
+
+def _blocks(page: str) -> Iterator[Block]:
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     number = 0
     while number < len(lines):
