@@ -89,7 +89,7 @@ lint: venv
 
 types: venv
 	@echo "==> strict type check of the package"
-	@$(BIN)/mypy
+	@$(BIN)/mypy --num-workers 2
 
 unit: venv
 	@echo "==> tests: all, but of products of three or more parameters covering samples"
