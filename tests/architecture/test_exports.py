@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from importlib import metadata
+from typing import Any
 
 import pytest
 
@@ -27,10 +28,50 @@ PUBLIC = """
 """.split()
 
 
-def fresh(code: str) -> str:
-    """What a new interpreter prints."""
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return result.stdout
+FRESH = {
+    "a plain import": """
+before = set(sys.modules)
+import deepspeed
+new = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+print(json.dumps({"new": new, "cuda": torch.cuda.is_initialized(), "dist": torch.distributed.is_initialized(),
+                  "count": len([m for m in sys.modules if m.startswith("deepspeed")])}))
+""",
+    "what clients reach by attribute": """
+import deepspeed
+deepspeed.utils.logger, deepspeed.utils.logging.logger, deepspeed.comm.is_initialized, deepspeed.utils.groups
+print(json.dumps("ok"))
+""",
+    "the command that starts jobs": """
+import deepspeed.launcher.runner
+agents = {"pydantic", "torch.distributed.elastic.agent", "torch.distributed.elastic.rendezvous"}
+print(json.dumps(sorted(agents & set(sys.modules))))
+""",
+    "layers": """
+import deepspeed.comm, deepspeed.config, deepspeed.accelerator, deepspeed.parallel, deepspeed.ops
+import deepspeed.utils.groups, deepspeed.monitor.monitor, deepspeed.profiling.timers, deepspeed._assemble
+optional = {"mpi4py", "transformers", "accelerate", "triton", "wandb", "tensorboard", "comet_ml", "psutil"}
+print(json.dumps(sorted(optional & set(sys.modules))))
+""",
+}
+# Each in a fork of one interpreter that has torch.
+IN_FORKS = """
+import json, os, sys, torch
+for code in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        exec(code)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, Any]:
+    """What each text of FRESH prints in a new interpreter."""
+    words = [sys.executable, "-c", IN_FORKS, json.dumps([*FRESH.values()])]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return dict(zip(FRESH, map(json.loads, result.stdout.splitlines()), strict=True))
 
 
 def test_all_is_exact():
@@ -56,16 +97,8 @@ def test_the_version_is_the_distribution_version():
 
 
 @pytest.mark.slow
-def test_import_loads_nothing_optional_and_touches_no_device():
-    code = """
-import json, sys, torch
-before = set(sys.modules)
-import deepspeed
-new = sorted({name.split(".")[0] for name in set(sys.modules) - before})
-print(json.dumps({"new": new, "cuda": torch.cuda.is_initialized(), "dist": torch.distributed.is_initialized(),
-                  "count": len([m for m in sys.modules if m.startswith("deepspeed")])}))
-"""
-    facts = json.loads(fresh(code))
+def test_import_loads_nothing_optional_and_touches_no_device(printed):
+    facts = printed["a plain import"]
     assert facts["new"] == ["deepspeed"]
     assert not facts["cuda"]
     assert not facts["dist"]
@@ -73,34 +106,16 @@ print(json.dumps({"new": new, "cuda": torch.cuda.is_initialized(), "dist": torch
 
 
 @pytest.mark.slow
-def test_the_modules_clients_reach_by_attribute_are_there_after_a_plain_import():
-    code = """
-import deepspeed
-deepspeed.utils.logger, deepspeed.utils.logging.logger, deepspeed.comm.is_initialized, deepspeed.utils.groups
-print("ok")
-"""
-    assert fresh(code) == "ok\n"
+def test_the_modules_clients_reach_by_attribute_are_there_after_a_plain_import(printed):
+    assert printed["what clients reach by attribute"] == "ok"
 
 
 @pytest.mark.slow
-def test_the_command_that_starts_jobs_loads_nothing_for_elastic_ones_alone():
+def test_the_command_that_starts_jobs_loads_nothing_for_elastic_ones_alone(printed):
     """Everybody who starts a job waits for it."""
-    code = """
-import sys
-import deepspeed.launcher.runner
-agents = {"pydantic", "torch.distributed.elastic.agent", "torch.distributed.elastic.rendezvous"}
-print(sorted(agents & set(sys.modules)))
-"""
-    assert fresh(code) == "[]\n"
+    assert printed["the command that starts jobs"] == []
 
 
 @pytest.mark.slow
-def test_optional_packages_are_not_imported_by_any_layer():
-    code = """
-import sys
-import deepspeed.comm, deepspeed.config, deepspeed.accelerator, deepspeed.parallel, deepspeed.ops
-import deepspeed.utils.groups, deepspeed.monitor.monitor, deepspeed.profiling.timers, deepspeed._assemble
-optional = {"mpi4py", "transformers", "accelerate", "triton", "wandb", "tensorboard", "comet_ml", "psutil"}
-print(sorted(optional & set(sys.modules)))
-"""
-    assert fresh(code) == "[]\n"
+def test_optional_packages_are_not_imported_by_any_layer(printed):
+    assert printed["layers"] == []

@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, width: int = WIDTH, layers: int = 3, *, recompute: bool = False) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = 2, *, recompute: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
         self.embed = nn.Embedding(VOCABULARY, width)

@@ -173,7 +173,7 @@ def test_every_key_is_seen_or_has_a_reason():
 
 class Model(Decoder):
     def __init__(self) -> None:
-        super().__init__(layers=2)
+        super().__init__()
         self.register_buffer("table", torch.zeros(5000))
 
 
