@@ -30,7 +30,7 @@ from tests.distributed.checkpoint.test_engine_checkpoints import (
     everything,
     train,
 )
-from tests.harness import shared_ranks
+from tests.harness import ranks, shared_ranks
 from tests.models import make
 
 
@@ -456,7 +456,7 @@ def test_a_rank_that_is_busy_is_waited_for(tmp_path, hangs):
     assert engine.save_checkpoint(tmp_path)
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_nodes_with_storage_of_their_own(tmp_path):
     """Two nodes of one rank each: every node writes what it needs, and loads it."""
     rank = dist.get_rank()

@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed.errors import UsageError
 from deepspeed.log import logger
 from tests.closeness import Training, assert_same_training
-from tests.harness import shared_ranks
+from tests.harness import ranks, shared_ranks
 from tests.user_models import ADAMW, MODELS, WIDTH, Odd, Primes, Tied, Two, run, whole
 
 DEEP = {"compile": {"deepcompile": True}}
@@ -210,7 +210,7 @@ def test_evaluation_between_steps_and_hooks_that_come_late():
 
 
 @pytest.mark.slow
-@shared_ranks(2, compiles=True)
+@ranks(2, compiles=True)
 def test_inductor():
     for kind, stage in ((Tied, 1), (Odd, 3)):
         assert_same_training(run(kind, stage, config=DEEP, each=compiled(backend="inductor")), run(kind, 0))
@@ -253,7 +253,7 @@ def trained(stage, config, each, lengths=(4, 4, 6, 3, 5)):
     return Training(before, after, losses)
 
 
-@shared_ranks(2, compiles=True)
+@ranks(2, compiles=True)
 def test_branches_lists_and_other_shapes():
     expected = trained(0, {}, lambda *_: None)
     first = Branching.forward.__code__.co_firstlineno

@@ -158,7 +158,7 @@ def test_every_stage_computes_what_one_process_does():
 EIGEN = {"enabled": True, "layer_name": "layers", "stability": 0, "tol": 1e-5, "max_iter": 300}
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_eigenvalues_of_all_samples_decide_how_long_bits_last():
     inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
     top = dense(Blocks(), inputs)

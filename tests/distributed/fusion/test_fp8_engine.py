@@ -8,7 +8,7 @@ from torch import nn
 import deepspeed
 from deepspeed.fusion import fp8_linear as feed_forward8
 from deepspeed.fusion.fp8_linear import Fp8Products
-from tests.harness import shared_ranks
+from tests.harness import ranks, shared_ranks
 
 
 class Net(nn.Module):
@@ -46,7 +46,7 @@ def train(stage, section, steps=30):
     return losses
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_the_curve_beside_that_of_16_bits_at_every_stage():
     exact = train(0, {"enabled": False})
     for scaling in ("tensor", "row", "block"):

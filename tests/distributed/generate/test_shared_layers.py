@@ -14,8 +14,10 @@ from deepspeed.errors import UsageError
 from deepspeed.fusion import streamed
 from deepspeed.generate import weights
 from deepspeed.inference import LLM, SamplingParams
-from tests.harness import shared_ranks
+from tests.harness import ranks, shared_ranks
 from tests.unit.generate.families import prompts_of, small_cache, tiny
+
+pytestmark = pytest.mark.usefixtures("with_transformers")
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0, logprobs=0)
 PROMPTS = (3, 4, 5, 13)
@@ -75,13 +77,13 @@ def test_numbers_that_do_not_divide():
     compare("llama", 2, hidden_size=24, num_attention_heads=3, num_key_value_heads=3)  # two heads, and one
 
 
-@shared_ranks(4)
+@ranks(4)
 def test_four_ranks():
     compare("llama", 4, num_key_value_heads=4)
     compare("llama", 2)  # two groups of two ranks
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_products_of_one_input_are_one():
     """Queries, keys and values, and gate and up, of what a rank has of them; experts beside them."""
     modes = {"llama": (None, "w4a16", "fp8"), "qwen2": (None, "w8a16"), "qwen3_moe": (None, "w8a16")}

@@ -29,7 +29,7 @@ from deepspeed.tensor_parallel import whole_parameters
 from deepspeed.zero import GatheredParameters
 from tests.closeness import Training, assert_same_training
 from tests.covering import pairs
-from tests.harness import shared_ranks
+from tests.harness import ranks, shared_ranks
 
 WIDTH, RANK, ALPHA, STEPS = 32, 4, 8.0, 3
 SPLIT = {
@@ -182,7 +182,7 @@ def test_the_same_training_at_every_stage():
         engine.destroy()
 
 
-@shared_ranks(2, 4)
+@ranks(2, 4)
 def test_ranks_that_split_layers(tmp_path):
     """By outputs and by inputs, with frozen weights in every form; codes are cut, not made anew."""
     plain = {form: expected(config) for form, config in FORMS_OF_PARTS.items()}

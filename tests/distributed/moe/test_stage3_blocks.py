@@ -13,7 +13,7 @@ import deepspeed
 from deepspeed.utils import get_z3_leaf_modules, safe_get_full_fp32_param, set_z3_leaf_module
 from tests.distributed.moe.models import Model as Layers
 from tests.distributed.moe.models import StackedModel
-from tests.harness import shared_ranks
+from tests.harness import ranks, shared_ranks
 
 WIDTH = 8
 
@@ -63,7 +63,7 @@ def batches(step, world):
     return torch.randn(world, 3, WIDTH, generator=torch.Generator().manual_seed(step)) * 3
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_blocks_of_experts_are_one_unit():
     torch.manual_seed(0)
     model = Model()

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.errors import UsageError
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from tests.harness import shared_ranks, store_path
+from tests.harness import ranks, shared_ranks, store_path
 
 pytestmark = pytest.mark.usefixtures("with_transformers")
 
@@ -92,7 +92,7 @@ def assert_weights(engine, end: dict, within: float = 2e-6) -> None:
             assert float((param.detach() - end[name]).abs().max()) < within, name
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_the_same_as_the_whole_model():
     cases = {
         name: (stage, schedule)
@@ -147,7 +147,7 @@ def loaded(path: Path, tag: str, stage: int, end: dict, stages: int = 2, **optio
     return engine
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_checkpoints_fit_the_whole_model_both_ways():
     _, end = expected("llama")
     for stage in (1, 3):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness import shared_ranks
+from tests.harness import ranks, shared_ranks
 from tests.pipelines import assert_equal, train_pipeline, train_whole
 
 # (schedule, stages, micro-batches, ZeRO stage): each value with many of the others
@@ -44,7 +44,7 @@ def test_two_ranks():
     check(TWO, 2)
 
 
-@shared_ranks(3)
+@ranks(3)
 def test_three_ranks():
     check(THREE, 3)
 

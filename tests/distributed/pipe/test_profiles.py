@@ -14,7 +14,7 @@ import deepspeed
 from deepspeed.errors import PipelineError
 from deepspeed.events import Phase, PhaseBegan
 from deepspeed.pipe import LayerSpec, PipelineModule
-from tests.harness import shared_ranks, store_path
+from tests.harness import ranks, shared_ranks, store_path
 from tests.pipelines import Whole, config, data, logits, micro_batch, pipeline
 
 
@@ -62,7 +62,7 @@ def sums(told):
     return everyone
 
 
-@shared_ranks(4)
+@ranks(4)
 def test_operations_are_counted_by_stage_and_summed():
     flops, macs, params = expected()
     tied = Whole().tied_modules["embed"].weight.numel()

@@ -14,7 +14,7 @@ from deepspeed.parallel.topology import PipelineParallelGrid, ProcessTopology
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.published import groups
 from deepspeed.sequence.layer import DistributedAttention
-from tests.harness import shared_ranks, store_path
+from tests.harness import ranks, shared_ranks, store_path
 
 pytestmark = pytest.mark.usefixtures("with_transformers")
 
@@ -78,7 +78,7 @@ def compare(engine, end):
             assert torch.allclose(param, end[name], atol=1e-6, rtol=0), name
 
 
-@shared_ranks(4, timeout=400)
+@ranks(4, timeout=400)
 def test_a_model_of_transformers():
     cases = [
         ("ulysses", 0, "1f1b", "padded", {}),
@@ -168,7 +168,7 @@ def of_all(axis, value):
     return parts
 
 
-@shared_ranks(4, timeout=400)
+@ranks(4, timeout=400)
 def test_ranks_drop_different_elements_of_their_parts():
     """With equal generators; the same ones again where a layer is recomputed, and on ranks that share a layer."""
     again = {"activation_checkpoint_interval": 1}

@@ -14,7 +14,7 @@ from deepspeed.runtime.step import in_backward
 from deepspeed.zero import build as planner
 from deepspeed.zero.parameters.shard import shard_of
 from tests.distributed.runtime.test_optimizer_in_backward import LAYERS, WIDTH, Model
-from tests.harness import shared_ranks, store_path
+from tests.harness import ranks, shared_ranks, store_path
 
 STEPS, LR = 4, (3e-3, 1e-2)
 BF16 = {"bf16": {"enabled": True}}
@@ -132,7 +132,7 @@ def test_the_numbers_of_plain_pytorch():
         engine.destroy()
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_the_numbers_of_ordinary_steps():
     """In bf16 beside an engine of the same stage: what differs is when parameters are updated, and nothing else."""
     for case in ({"stage": 1}, {"stage": 2, "optimizer": "Lion"}, {"stage": 3}):
@@ -155,7 +155,7 @@ def live(engine):
     return sum(grad.nbytes for grad in found if grad is not None)
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_gradients_never_exist_all_at_once():
     for stage in range(4):
         peaks, updates = [], []
@@ -180,7 +180,7 @@ def test_gradients_never_exist_all_at_once():
         assert updates[1] == 0, (stage, updates)
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_a_checkpoint_has_the_last_norm():
     for stage in (0, 1, 3):
         engine = build(stage, clip=0.05)

@@ -9,7 +9,7 @@ import transformers as hf
 from deepspeed.errors import UsageError
 from tests.distributed.tensor_parallel.families import FAMILIES, assert_close, make, start, tokens, whole
 from tests.distributed.tensor_parallel.training import momentum, train, zero
-from tests.harness import shared_ranks
+from tests.harness import ranks, shared_ranks
 
 NAMES = list(FAMILIES)
 
@@ -44,7 +44,7 @@ def test_losses_and_gradients():
         compare(name, **options)
 
 
-@shared_ranks(4, timeout=300)
+@ranks(4, timeout=300)
 def test_what_belongs_to_heads_trains_sharded():
     """Cut by heads and sharded over replicas; the norm counts copies of a key head's norm once."""
     for name, stage in (("gpt-oss", 3), ("cohere with norms of heads", 3), ("persimmon", 1)):

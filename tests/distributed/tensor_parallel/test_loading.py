@@ -17,10 +17,10 @@ from deepspeed.errors import UsageError
 from deepspeed.tensor_parallel import cuts_of, splits_of
 from tests.distributed.tensor_parallel.families import FAMILIES, assert_close, make, parameters, start
 from tests.distributed.tensor_parallel.training import momentum, train, zero
-from tests.harness import shared_ranks, store_path
+from tests.harness import ranks, shared_ranks, store_path
 
 
-@shared_ranks(4, timeout=300)
+@ranks(4, timeout=300)
 def test_built_in_shards():
     """Over all ranks, before anybody knew how layers are cut; tied and untied, with replicas and without."""
     for name, tp, options in (("qwen3", 2, {"vocab_parallel_lm_head": True}), ("one key", 4, {})):
@@ -117,7 +117,7 @@ def test_folders_that_do_not_fit():
         deepspeed.tp_model_init(nothing, 1, torch.float32, folder=folder)
 
 
-@shared_ranks(2, timeout=300)
+@ranks(2, timeout=300)
 def test_what_belongs_to_heads_is_read_with_them():
     """Sinks, norms with a row for each head, and fused weights in runs, with values that tell heads apart."""
     for name in ("gpt-oss", "cohere with norms of heads", "codegen", "bigcode with many keys"):

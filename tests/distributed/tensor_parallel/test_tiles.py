@@ -20,7 +20,7 @@ from tests.distributed.tensor_parallel.test_wire_and_memory import (
     split_embeddings,
 )
 from tests.distributed.tensor_parallel.training import momentum, train, zero
-from tests.harness import shared_ranks
+from tests.harness import ranks, shared_ranks
 
 TILES = {"tiled_compute": 3, "tiled_loss": 5}
 CASES = [
@@ -37,7 +37,7 @@ CASES = [
 ]
 
 
-@shared_ranks(4, timeout=400)
+@ranks(4, timeout=400)
 def test_training_is_that_of_the_whole_model():
     for name, stage, accumulation, parallel, tiles, sequence in CASES:
         model, plain = make(name)
@@ -154,7 +154,7 @@ def test_pieces_by_hand():
     engine.destroy()
 
 
-@shared_ranks(2, timeout=300)
+@ranks(2, timeout=300)
 def test_tiles_in_blocks_that_are_computed_again():
     """Checkpoints of blocks around checkpoints of tiles, each of which gathers: all ranks gather in the same order."""
     parallel, tiles = {"sequence_parallel": True}, {"tiled_compute": 2, "tiled_loss": 3}

@@ -17,7 +17,7 @@ from deepspeed.tensor_parallel import GroupMembers, build, split, splits_of
 from deepspeed.tensor_parallel.apply import GatherReplacedLayerParams
 from tests.distributed.tensor_parallel.families import assert_close, make, parameters, start, tokens, whole
 from tests.distributed.tensor_parallel.training import momentum, train, zero
-from tests.harness import shared_ranks
+from tests.harness import ranks, shared_ranks
 
 
 @shared_ranks(4, timeout=300)
@@ -128,7 +128,7 @@ def test_an_overflow_of_one_rank_is_one_of_all():
         engine.destroy()
 
 
-@shared_ranks(4, timeout=300)
+@ranks(4, timeout=300)
 def test_adapters():
     import peft
 

@@ -11,7 +11,7 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import VerificationError
 from deepspeed.zero.gradients.reduction import ReduceToOwners
-from tests.harness import shared_ranks
+from tests.harness import ranks, shared_ranks
 
 WIDTH = 12
 
@@ -85,7 +85,7 @@ def test_clean_steps_raise_nothing():
         clean(stage, dtype, optimizer)
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_a_thousand_clean_steps_raise_nothing():
     for stage in (1, 3):
         engine = build(stage, action="stop", every=10, parameters=1)

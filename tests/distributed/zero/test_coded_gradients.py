@@ -258,7 +258,7 @@ def test_a_rank_with_another_codec_is_named():
             deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config | (other if dist.get_rank() else {}))
 
 
-@shared_ranks(4)
+@ranks(4)
 def test_experts_and_tensor_parallel_layers(monkeypatch):
     """Experts lie on fewer ranks than the rest; with tensor parallelism the ranks of an axis are no neighbours."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

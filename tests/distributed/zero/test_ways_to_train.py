@@ -9,7 +9,7 @@ from torch import nn
 
 import deepspeed
 from tests.closeness import Training, assert_same_training
-from tests.harness import shared_ranks
+from tests.harness import ranks, shared_ranks
 from tests.user_models import WIDTH, CalledTwice, Two, build, run, whole
 
 
@@ -57,7 +57,7 @@ def test_ways_to_train(kind):
 
 
 @pytest.mark.parametrize("where", ["engine", "before", "part"])
-@shared_ranks(2)
+@ranks(2)
 def test_compiled(where):
     def each(step, engine):
         if step == 0 and where == "engine":
