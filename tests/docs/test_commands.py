@@ -354,19 +354,21 @@ def program(words):
     return as_program, arguments
 
 
+@pytest.fixture
+def _loaded(command, monkeypatch):
+    """Examples that use Transformers find it loaded."""
+    if needs_clients(command) or "transformers" in (ROOT / example_of(command)).read_text():
+        monkeypatch.setattr(harness, "SERVER", CLIENT_SERVER)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [each for each in EXAMPLES if example_of(each) in SHORT and not needs_clients(each)], ids=str
 )
+@pytest.mark.usefixtures("_loaded")
 @ranks(1, init=False, timeout=400)
 def test_example(command, tmp_path):
     run_example(command, tmp_path)
-
-
-@pytest.fixture
-def _loaded(monkeypatch):
-    """Transformers."""
-    monkeypatch.setattr(harness, "SERVER", CLIENT_SERVER)
 
 
 @pytest.mark.slow

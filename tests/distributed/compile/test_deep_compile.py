@@ -168,15 +168,15 @@ COMPOSITIONS = {
 }
 
 
+@pytest.mark.parametrize("name", COMPOSITIONS)
+@pytest.mark.parametrize("stage", [3, 1, 2])
 @shared_ranks(2, compiles=True)
-def test_compositions():
-    for number, (name, options) in enumerate(COMPOSITIONS.items()):
-        config = {**options.get("config", {}), **DEEP}
-        for stage in (1 + number % 2, 3):
-            expected = run(Two, stage, **options)
-            seen = []
-            assert_same_training(run(Two, stage, **{**options, "config": config}, each=compiled(seen)), expected)
-            assert seen[-1].runs >= 8, (stage, name)
+def test_compositions(stage, name):
+    options, seen = COMPOSITIONS[name], []
+    config = {**options.get("config", {}), **DEEP}
+    found = run(Two, stage, **{**options, "config": config}, each=compiled(seen))
+    assert_same_training(found, run(Two, stage, **options))
+    assert seen[-1].runs >= 8
 
 
 @shared_ranks(2, compiles=True)
