@@ -72,6 +72,7 @@ class Batch:
             "ids": (torch.int64, (tokens,)),  # -1: still on the device
             "sources": (torch.int64, (tokens,)),  # the row of `pending` that knows an id of -1
             "positions": (torch.int64, (tokens,)),
+            "long": (torch.bool, (tokens,)),  # of sequences beyond a short context
             "slots": (torch.int64, (groups, tokens)),
             "wanted": (torch.int64, (shape.logits,)),  # tokens whose logits are computed
             "targets": (torch.int64, (shape.logits,)),  # rows of `pending` that sampled ids go to
@@ -82,7 +83,7 @@ class Batch:
         self._packed = PackedTensors(fields, device)
         held = self._packed.tensors
         self.ids, self.sources, self.positions = held["ids"], held["sources"], held["positions"]
-        self.slots, self.tables = held["slots"], held["tables"]
+        self.long, self.slots, self.tables = held["long"], held["slots"], held["tables"]
         self.starts, self.lengths, self.wanted = held["starts"], held["lengths"], held["wanted"]
         self.targets = held["targets"]
         self.counts: tuple[int, ...] = ()
@@ -109,6 +110,7 @@ class Batch:
         host["ids"][:total], host["ids"][total:] = ids, 0
         host["sources"][:total], host["sources"][total:] = places[owner], 0
         host["positions"][:total], host["positions"][total:] = positions, 0
+        host["long"][:total], host["long"][total:] = numpy.array([each.sequence.long for each in work])[owner], False
         host["starts"][0], host["starts"][1 : len(work) + 1], host["starts"][len(work) + 1 :] = 0, ends, total
         host["lengths"][: len(work)], host["lengths"][len(work) :] = starts + counts, 0
         for group, table in enumerate(tables):

@@ -71,6 +71,11 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
     text = model.config.get_text_config()  # type: ignore[union-attr,operator]
     context = min(manager.max_context, getattr(text, "max_position_embeddings", None) or manager.max_context)
     kind = next(param.dtype for param in model.parameters() if param.is_floating_point())
+    if not entry.captured and context > entry.short_context:
+        raise UsageError(
+            f"{type(model).__name__} computes attention by itself, and rotates all sequences of a batch by the longest "
+            f"one: set state_manager.max_context, which is {manager.max_context}, to at most {entry.short_context}"
+        )
     drafter = _drafter(config, text.vocab_size, kind, context, stack)
     plan = _agreed(plan_cache(entry.layers, manager, kind, device), axis)
     cache = PagedCache(entry.layers, plan, manager.block_size, device, entry.scales)
@@ -79,7 +84,7 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
     runner = Runner(entry, cache, places, -(-context // manager.block_size), most_tokens=tokens, graphs=graphs)
     stack.callback(runner.release)
     runner.warm_up()
-    limits = ScheduleLimits(tokens, places, context, manager.block_size, manager.prefix_cache)
+    limits = ScheduleLimits(tokens, places, context, manager.block_size, manager.prefix_cache, entry.short_context)
     sampler, scheduler = Sampler(text.vocab_size, device), Scheduler(limits, plan.groups)
     loop = GenerationLoop(scheduler, runner, sampler, asynchronous=device.type != "cpu", drafter=drafter)
     log_dist(

@@ -127,7 +127,9 @@ class ModelDrafter(Drafter):
             if one != other:
                 break
             same += 1
-        twin.mirror.computed = min(same, len(sequence.tokens) - 1)
+        long = len(sequence.tokens) + self._count > self.runner.entry.short_context
+        twin.mirror.computed = min(same, len(sequence.tokens) - 1) if long is twin.mirror.long else 0
+        twin.mirror.long = long
         twin.mirror.tokens = list(sequence.tokens)
         return True
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from deepspeed.generate.batch import Batch
 from deepspeed.generate.cache import LayerShape, PagedCache, Scales
 from deepspeed.generate.padded import PaddedCache, ProbeCache, padded_logits
 from deepspeed.transformers.attention import configs_in, free_name, register_attention
+from deepspeed.transformers.replacement import put_forward, replacement
 
 _KINDS = ("layer_types", "layers_block_type", "block_types")
 _KNOWN_KINDS = {"attention", "full_attention", "sliding_attention", "dense", "sparse", "moe"}
@@ -40,6 +42,9 @@ class ModelEntry(ABC):
         self.model = model
         self.layers: tuple[LayerShape, ...] = ()
         self.scales: Scales = {}
+        self.rotations = list(_by_longest(model))
+        self.short_context = min((length for _, length in self.rotations), default=1 << 62)
+        """Tokens above which all of a sequence's keys are others."""
 
     @abstractmethod
     def probe(self, *, eight_bits: bool) -> int:
@@ -119,9 +124,17 @@ class InterfaceEntry(ModelEntry):
             for config, value in zip(self._configs, before, strict=True):
                 config._attn_implementation = value
 
+    @contextmanager
+    def _rotating(self, long: Tensor) -> Iterator[None]:
+        with ExitStack() as undo:
+            for module, length in self.rotations:
+                forward = replacement(module) or type(module).forward
+                undo.callback(put_forward(module, partial(_by_sequence, forward, length, long[:, None])))
+            yield
+
     def logits(self, batch: Batch, ids: Tensor, cache: PagedCache) -> Tensor:
         keep = {"logits_to_keep": batch.wanted} if self._keeps else {}
-        with self._function.running(batch, cache), self._attention(self._name):
+        with self._function.running(batch, cache), self._attention(self._name), self._rotating(batch.long):
             out = self.model(
                 input_ids=ids[None], position_ids=batch.positions[None], use_cache=False, return_dict=True, **keep
             )
@@ -158,6 +171,33 @@ class InterfaceEntry(ModelEntry):
             if found.largest is not None
         }
         return len(seen)
+
+
+def _by_longest(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """Rotary embeddings whose frequencies follow from the longest sequence of a forward, and where they change."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if "longrope" in (kinds.values() if isinstance(kinds, Mapping) else [kinds]):
+            given: Any = module.config.rope_parameters  # type: ignore[union-attr]
+            sets = [each for each in given.values() if isinstance(each, Mapping)] or [given]
+            yield module, min(each["original_max_position_embeddings"] for each in sets if "long_factor" in each)
+
+
+def _by_sequence(
+    forward: Callable[..., Any],
+    length: int,
+    long: Tensor,
+    module: nn.Module,
+    x: Tensor,
+    position_ids: Tensor,
+    *rest: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, ...]:
+    """What an embedding gives each token for its own sequence: `long` [tokens, 1] says which are above `length`."""
+    short = forward(module, x, position_ids.clamp(max=length - 1), *rest, **kwargs)
+    further = torch.cat((position_ids, position_ids.new_full((1, 1), length)), 1)
+    found = forward(module, x, further, *rest, **kwargs)
+    return tuple(torch.where(long, one[:, :-1], other) for one, other in zip(found, short, strict=True))
 
 
 def _prober(model: nn.Module, seen: dict[int, _Seen], *, measure: bool) -> Callable[..., tuple[Tensor, None]]:

@@ -37,6 +37,7 @@ class ScheduleLimits:
     max_context: int = 8192
     block_size: int = 32
     prefix_cache: bool = True
+    short_context: int = 1 << 62  # the keys of longer sequences are others, from their first token on
 
     def __post_init__(self) -> None:
         for field in fields(self)[:4]:
@@ -233,6 +234,10 @@ class Scheduler:
             known = len(sequence.tokens) + sequence.pending
             if known >= sequence.limit:
                 continue  # it ends with what is in flight
+            if self._outgrows(sequence, known):
+                at -= 1
+                self._preempt(running.pop(at))
+                continue
             count = known - start  # 0 or less with drafts in flight
             guesses: tuple[int, ...] = ()
             prompt = sequence in self._prompts
@@ -241,7 +246,8 @@ class Scheduler:
             elif len(decodes) == reserved:
                 count = 0
             elif drafts and not sequence.pending:
-                guesses = tuple(drafts.get(sequence.uid, ()))[: max(0, min(spare, sequence.limit - known - 1))]
+                end = sequence.limit - 1 if sequence.long else min(sequence.limit - 1, self.config.short_context)
+                guesses = tuple(drafts.get(sequence.uid, ()))[: max(0, min(spare, end - known))]
                 count += len(guesses)
             if count <= 0:
                 continue
@@ -365,13 +371,20 @@ class Scheduler:
             self._forks[leader.uid] = followers
         self._wait(leader)
 
+    def _outgrows(self, sequence: Sequence, length: int) -> bool:
+        return length > self.config.short_context and not sequence.long
+
     def _wait(self, sequence: Sequence) -> None:
+        if self._outgrows(sequence, len(sequence.tokens)):
+            sequence.long, sequence.hashes = True, []
+            sequence.root = self._root(sequence)
         insort(self._waiting, sequence, key=_rank)
 
     def _root(self, sequence: Sequence) -> bytes:
         """Where hashes begin: those of its request alone, if nothing is to be shared or every token of it scored."""
         private = not self.config.prefix_cache or sequence.params.prompt_logprobs is not None
-        return self._cache.root((sequence.parent or sequence).uid if private else None)
+        root = self._cache.root((sequence.parent or sequence).uid if private else None)
+        return root + b"long/" if sequence.long else root
 
     def _leave_queue(self, sequence: Sequence, state: SequenceState) -> None:
         """Forget that a sequence waits."""

@@ -95,6 +95,7 @@ class Sequence:
     root: bytes = b""  # hash before the first block
     hashes: list[bytes] = field(default_factory=list)  # of each full block of known tokens
     registered: int = 0  # full blocks that other sequences can find
+    long: bool = False  # beyond the model's short context, where its keys are rotated by other frequencies
 
     def __post_init__(self) -> None:
         self.tokens = list(self.tokens)

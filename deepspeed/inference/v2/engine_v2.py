@@ -184,10 +184,15 @@ class InferenceEngineV2:
             if sequence is None:
                 sequence = self._sequences[uid] = CachedSequence(uid, [], SamplingParams())
                 self._blocks.claim(sequence, 0)
+            end = len(sequence.tokens) + len(tokens)
+            if not sequence.long and end > self._parts.runner.entry.short_context:
+                self._blocks.free(sequence)  # all its keys become others
+                self._blocks.claim(sequence, 0)
+                sequence.long = True
             start = sequence.computed
-            if self._blocks.grow(sequence, start, start + len(tokens)) < start + len(tokens):
+            if self._blocks.grow(sequence, start, end) < end:
                 raise SchedulingError(SchedulingResult.KVCacheLimitExceeded)
-            work.append(ScheduledWork(sequence, start, len(tokens), True))
+            work.append(ScheduledWork(sequence, start, end - start, True))
         for each, tokens in zip(work, given, strict=True):  # all have room
             each.sequence.tokens += tokens
         self._blocks.end_step()

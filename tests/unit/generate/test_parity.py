@@ -150,6 +150,49 @@ def test_a_draft_model_changes_nothing(params: dict[str, Any], same: bool) -> No
     assert (stats["accepted"] == stats["drafted"]) == same
 
 
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [2.0, 4.0, 8.0, 16.0],
+    },
+    "original_max_position_embeddings": 32,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize("keys", [{}, {"speculative": {"method": "ngram", "tokens": 3}}, {"draft": True}, {"ahead": 1}])
+def test_frequencies_that_follow_the_length(keys: dict[str, Any]) -> None:
+    """Short and long sequences of a batch, and those that become long, are what Transformers makes of each alone."""
+    model = tiny("phi3", **LONGROPE)
+    asked = SamplingParams(max_tokens=12, temperature=0)
+    prompts = [*prompts_of(5, 26, 32, 33, 40), prompts_of(7)[0] * 4]
+    expected = [greedy_of(model, prompt, 12) for prompt in prompts]
+    more: dict[str, Any] = (
+        {"speculative": {"method": "draft", "model": model, "tokens": 3}} if "draft" in keys else keys
+    )
+    with LLM(model, small_cache(), **{name: value for name, value in more.items() if name != "ahead"}) as llm:
+        llm._parts.loop._depth = keys.get("ahead", 0)
+        for _ in range(2):  # with the prefixes of the first
+            found = llm.generate(prompts, asked, progress=False)
+            assert [each.token_ids for each in found] == expected
+        assert llm.generate(prompts[4], asked, progress=False)[0].cached_tokens == 36
+        stats = llm.stats()
+        assert stats["free_blocks"] == stats["total_blocks"]
+        assert "draft" not in keys or stats["accepted"] == stats["drafted"] > 0
+    with LLM(model, small_cache(blocks=20), **more if "ahead" not in keys else {}) as llm:
+        assert [each.token_ids for each in llm.generate(prompts, asked, progress=False)] == expected
+
+
+def test_frequencies_of_models_that_compute_attention_themselves() -> None:
+    model = tiny("falcon", **LONGROPE)
+    with pytest.raises(UsageError, match="max_context, which is 64, to at most 32"):
+        LLM(model, small_cache())
+    LLM(model, small_cache(max_context=32)).close()
+
+
 def test_a_draft_of_another_vocabulary() -> None:
     draft = tiny(vocab_size=64)
     with pytest.raises(UsageError, match="has a vocabulary of 64 tokens, but the model has 128"):

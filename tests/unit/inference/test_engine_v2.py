@@ -18,8 +18,10 @@ from deepspeed.inference.v2.ragged.kv_cache import BlockedKVCache
 
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.inference import RaggedInferenceEngineConfig, build_engine_from_ds_checkpoint, build_hf_engine
-from deepspeed.inference.v2 import SchedulingError, SchedulingResult
+from deepspeed.inference.v2 import InferenceEngineV2, SchedulingError, SchedulingResult
+from deepspeed.inference.v2.engine_v2 import InferenceV2Policy
 from tests.unit.generate.families import tiny
+from tests.unit.generate.test_parity import LONGROPE
 from tests.unit.inference.test_engine import ids, llama
 
 MANAGER = {
@@ -84,6 +86,18 @@ def test_what_can_be_scheduled(engine):
         engine.put([3], [ids(40)], do_checks=False)
     engine.flush(1)
     assert can([3], [32]) is result.Success
+
+
+def test_a_sequence_that_leaves_the_short_context():
+    model = tiny("phi3", **LONGROPE)
+    tokens, other = ids(34), ids(9)
+    with torch.no_grad():
+        expected = [model(each[None]).logits[0, -1] for each in (tokens[:30], other[:5], tokens[:33], other, tokens)]
+    engine = InferenceEngineV2(InferenceV2Policy(model=model), {"state_manager": MANAGER})
+    parts = ([tokens[:30], other[:5]], [tokens[30:33], other[5:]], [tokens[33:]])
+    found = [row for part in parts for row in engine.put([1, 2][: len(part)], part)]
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    engine.close()
 
 
 def test_a_batch_without_room_changes_no_sequence(engine):
