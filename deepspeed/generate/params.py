@@ -14,6 +14,7 @@ from deepspeed.errors import UsageError, printable
 MAX_N = 1024
 MAX_LOGPROBS = 20  # each asks for the most probable tokens of every position
 _SEEDS = (-(2**63), 2**63 - 1)
+_MOST_TOKENS = 2**31 - 1  # more than any vocabulary has
 _SMALLEST, _LARGEST = 1e-30, 1e30  # what divides and multiplies logits of 32 bits
 
 
@@ -66,7 +67,7 @@ class SamplingParams:
             _whole("max_tokens", self.max_tokens, 1)
         _whole("min_tokens", self.min_tokens, 0)
         _whole("n", self.n, 1, MAX_N)
-        _whole("top_k", self.top_k, 0)
+        _whole("top_k", self.top_k, 0, _MOST_TOKENS)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -124,7 +125,7 @@ def _real(name: str, value: object, least: float, most: float, wanted: str, *, a
     """`above`: the least value itself is refused; infinity always is as the most."""
     if isinstance(value, bool) or not isinstance(value, Real):
         _refuse(name, value, wanted)
-    number = float(value)
+    number = float(value) if abs(value) < 1e308 else inf  # whole numbers may be larger
     if isnan(number) or number < least or number > most or number == inf or (above and number == least):
         _refuse(name, value, wanted)
 

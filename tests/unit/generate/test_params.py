@@ -19,7 +19,8 @@ WRONG = [
     ("temperature", float("nan"), "finite"),
     ("temperature", float("inf"), "finite"),
     ("temperature", "hot", "number"),
-    ("top_k", -1, "at least 0"),
+    ("top_k", -1, "from 0 to"),
+    ("top_k", 10**21, "from 0 to"),  # no number of 64 bits: the engine would fail
     ("top_p", 0, "above 0"),
     ("top_p", 1.1, "at most 1"),
     ("top_p", None, "at most 1"),
@@ -64,6 +65,11 @@ def test_min_tokens_above_max_tokens():
     with pytest.raises(UsageError, match="min_tokens is 5; it must be at most max_tokens, which is 4"):
         SamplingParams(max_tokens=4, min_tokens=5)
     SamplingParams(max_tokens=4, min_tokens=4)
+
+
+def test_a_number_beyond_those_with_a_point():
+    with pytest.raises(UsageError, match=r"temperature is 10+.*; it must be a finite number"):
+        SamplingParams(temperature=10**400)
 
 
 def test_values_that_work():
