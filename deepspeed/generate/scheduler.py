@@ -11,16 +11,6 @@ from deepspeed.errors import UsageError
 from deepspeed.generate.blocks import BlockCache, CacheGroup, Transfers
 from deepspeed.generate.sequence import Sequence, SequenceState, SequenceUpdate
 
-__all__ = [
-    "CacheGroup",
-    "RequestTooLarge",
-    "ScheduleLimits",
-    "ScheduledStep",
-    "ScheduledWork",
-    "Scheduler",
-    "SchedulerStats",
-]
-
 _rank = attrgetter("rank")
 
 

@@ -190,7 +190,6 @@ def make_llm(options: EngineOptions) -> tuple[TokenEngine, Ready]:
     """An `LLM` on this rank's device."""
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.generate.build import eos_of
     from deepspeed.generate.llm import LLM
 
     get_accelerator().set_device(options.device)
@@ -199,11 +198,8 @@ def make_llm(options: EngineOptions) -> tuple[TokenEngine, Ready]:
         comm.init_distributed()
         config["tensor_parallel"] = {"tp_size": options.ranks}
     llm = LLM(options.model, config, dtype=options.dtype)
-    engine = _WithoutText(llm)
-    manager = llm.config.state_manager
-    shape = llm.model.config.get_text_config()  # type: ignore[union-attr,operator]
-    context = min(manager.max_context, getattr(shape, "max_position_embeddings", None) or manager.max_context)
-    return engine, Ready(shape.vocab_size, context, eos_of(llm.model))
+    parts = llm._parts
+    return _WithoutText(llm), Ready(parts.vocabulary, parts.context, parts.eos_ids)
 
 
 class _WithoutText:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from random import Random
 
-from deepspeed.generate.blocks import FREED
+from deepspeed.generate.blocks import FREED, CacheGroup
 from deepspeed.generate.params import SamplingParams
-from deepspeed.generate.scheduler import CacheGroup, RequestTooLarge, ScheduleLimits, Scheduler
+from deepspeed.generate.scheduler import RequestTooLarge, ScheduleLimits, Scheduler
 from deepspeed.generate.sequence import Sequence, SequenceState
 
 VOCABULARY = 7
