@@ -125,7 +125,10 @@ def _real(name: str, value: object, least: float, most: float, wanted: str, *, a
     """`above`: the least value itself is refused; infinity always is as the most."""
     if isinstance(value, bool) or not isinstance(value, Real):
         _refuse(name, value, wanted)
-    number = float(value) if abs(value) < 1e308 else inf  # whole numbers may be larger
+    try:
+        number = float(value)
+    except OverflowError:  # of a whole number
+        number = inf
     if isnan(number) or number < least or number > most or number == inf or (above and number == least):
         _refuse(name, value, wanted)
 
