@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deepspeed.errors import DeepSpeedError, UsageError, printable
-from deepspeed.inference.pipelines import GenerateOptions, Response
+from deepspeed.inference.pipelines import GenerateOptions, Response, texts_of
 from deepspeed.trust import inside, read_regular
 
 _AT_ONCE = 64  # requests of one call
@@ -99,7 +99,7 @@ class Client:
         **params: Any,
     ) -> list[Response]:
         """Responses as a `Pipeline` gives them; `streaming_fn` gets each piece of one prompt's text as it comes."""
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = texts_of(prompts)
         options = GenerateOptions.read(params)
         if streaming_fn is not None:
             if len(texts) != 1:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
-from deepspeed.errors import UsageError
+from deepspeed.errors import UsageError, printable
 from deepspeed.generate.params import SamplingParams
 
 TEXT_GENERATION = "text-generation"
 _FIELDS = frozenset(each.name for each in fields(SamplingParams))
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "num_return_sequences": "n"}
+_SWITCH = (bool, "true or false")
+_KINDS = (("do_sample", *_SWITCH), ("return_full_text", *_SWITCH), ("max_length", Integral, "a whole number"))
 _MAX_LENGTH = 1024  # tokens of prompt and answer, and the most probable part below, as in DeepSpeed-MII
 _TOP_P = 0.9
 
@@ -40,12 +43,17 @@ class GenerateOptions:
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> GenerateOptions:
         """Arguments by DeepSpeed-MII's names or by those of `SamplingParams`."""
+        given = {name: value for name, value in given.items() if value is not None}
+        twice = next((name for name in given if _RENAMED.get(name) in given), None)
+        if twice is not None:
+            raise UsageError(f"{twice} and {_RENAMED[twice]} mean the same; give one of them")
+        for name, kind, wanted in _KINDS:
+            if not isinstance(given.get(name, True), kind):
+                raise UsageError(f"{name} is {printable(repr(given[name]), 100)}; it must be {wanted}")
         found = {_RENAMED.get(name, name): value for name, value in given.items()}
-        full_text = bool(found.pop("return_full_text", False))
-        max_length = found.pop("max_length", None)
+        full_text, max_length = found.pop("return_full_text", False), found.pop("max_length", None)
         if not found.pop("do_sample", True):
             found["temperature"] = 0.0
-        found = {name: value for name, value in found.items() if value is not None}
         unknown = sorted(found.keys() - _FIELDS)
         if unknown:
             known = ", ".join(sorted({*_FIELDS, *_RENAMED, "max_length", "do_sample", "return_full_text"}))
@@ -66,6 +74,14 @@ class GenerateOptions:
         return SamplingParams(**{**self.sampling, "max_tokens": self.max_length - prompt_length})
 
 
+def texts_of(prompts: object) -> list[str]:
+    """One prompt or several, as a list."""
+    listed: list[Any] = [prompts] if isinstance(prompts, str) or not isinstance(prompts, Iterable) else list(prompts)
+    if not all(isinstance(each, str) for each in listed):
+        raise UsageError(f"prompts are a text or several texts; found {printable(repr(prompts), 100)}")
+    return listed
+
+
 class Pipeline:
     """Generates texts; `destroy` frees the model."""
 
@@ -79,7 +95,7 @@ class Pipeline:
 
     def __call__(self, prompts: str | Sequence[str], **params: Any) -> list[Response]:
         """A response for each prompt, or `n` for each in turn; `params` as `GenerateOptions.read` takes them."""
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = texts_of(prompts)
         if self.tokenizer is None:
             raise UsageError("a pipeline takes text, and this model has no tokenizer; pass tokenizer=… to pipeline()")
         options = GenerateOptions.read(params)
