@@ -150,9 +150,8 @@ class Generation:
         """Let the module of training generate; the stack undoes it."""
         stack.enter_context(_evaluating(self._module))
         hooks = self._parts.sharded.hooks
-        if hooks is not None and hooks.handles:
-            hooks.remove()
-            stack.callback(hooks.install)
+        if hooks is not None:
+            stack.enter_context(hooks.paused())
         if fuse:
             self.lora.fuse()
             stack.callback(self.lora.unfuse)

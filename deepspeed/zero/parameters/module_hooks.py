@@ -7,6 +7,7 @@ input of three dims is a view, and an activation in place writes into it. So wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -116,6 +117,8 @@ class ModuleHooks:
         """Blocks that are one use, by their numbers; see [Note: joined blocks]."""
         self._watched: list[nn.Module] = []
         self._known: set[int] = set()
+        self._hooked: list[tuple[nn.Module, Callable[..., None] | None, Callable[..., None] | None]] = []
+        """What runs before and after each module."""
         self._made = Shard.made
         self._returning: list[Any] = []
         """Hooks that bring back, once, parameters that stay whole and were let go."""
@@ -172,15 +175,40 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Take every hook off; parameters that are whole stay so."""
+        self._take_off()
+        self._hooked.clear()
+        self._watched.clear()
+        self._known.clear()
+        self._coordinator.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No module has a hook, parameters being whole; what a backward of earlier forwards needs stays known."""
+        self._take_off()
+        try:
+            yield
+        finally:
+            for each in self._hooked:
+                self._put_on(*each)
+            for module in self._watched:
+                module._parameters = WatchedParameters(module._parameters, self._coordinator)
+            self._expect_return()
+
+    def _take_off(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
         self._forget_return()
         for module in self._watched:
             module._parameters = dict(module._parameters)
-        self._watched.clear()
-        self._known.clear()
-        self._coordinator.clear()
+
+    def _put_on(
+        self, module: nn.Module, pre: Callable[..., None] | None, post: Callable[..., None] | None, first: bool = False
+    ) -> None:
+        if pre is not None:
+            self.handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
+        if post is not None:
+            self.handles.append(module.register_forward_hook(post, prepend=first, always_call=True))
 
     def let_go(self) -> None:
         """Free every whole parameter that is not in use; those that stay whole return before the model is used again.
@@ -256,9 +284,8 @@ class ModuleHooks:
             self._joined[use.block].join(use)
         self._coordinator.add(use)
         pre, post = self._make(use)
-        self.handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
-        if use.inside is None:
-            self.handles.append(module.register_forward_hook(post, always_call=True))
+        self._hooked.append((module, pre, post if use.inside is None else None))
+        self._put_on(*self._hooked[-1])
         for owner in module.modules() if z3_leaf_module(module) else (module,):
             if owner._parameters and not isinstance(owner._parameters, WatchedParameters):
                 owner._parameters = WatchedParameters(owner._parameters, self._coordinator)
@@ -277,7 +304,8 @@ class ModuleHooks:
                 use.ran = True
                 return
             if unended:  # from now on, since it runs outside of its block
-                self.handles.append(module.register_forward_hook(unended.pop(), prepend=True, always_call=True))
+                self._hooked.append((module, None, unended.pop()))
+                self._put_on(*self._hooked[-1], first=True)
             freezes = coordinator.enter(use)
             if (freezes or (self.watches_inputs and use.shards)) and torch.is_grad_enabled():
                 self._watch_inputs(use, (args, kwargs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -45,21 +46,23 @@ def ids(*shape, seed=1):
     return torch.randint(3, 100, shape, generator=torch.Generator().manual_seed(seed + dist.get_rank()))
 
 
-def train(engine, step):
+def train(engine, step, between=None):
     batch = ids(2, 12, seed=10 * step)
     loss = engine(input_ids=batch, labels=batch).loss
+    if between is not None:
+        between()
     engine.backward(loss)
     engine.step()
     return loss.detach()
 
 
-def same_loss(engine, other, step):
+def same_loss(engine, other, step, between=None):
     """Whether a step of both, with the same random numbers, has the same bits."""
     states = torch.get_rng_state()
     losses = []
     for each in (other, engine):
         torch.set_rng_state(states)
-        losses.append(train(each, step))
+        losses.append(train(each, step, between if each is engine else None))
     return torch.equal(*losses)
 
 
@@ -97,7 +100,8 @@ def test_tokens_and_losses(tmp_path):
             assert not torch.equal(drawn[0][:, :13], drawn[1][:, :13]), "every call draws anew"
             assert all(each.training for each in engine.module.modules())
             assert all(not shard.holds for shard in shards_of(engine.module.parameters()))
-            assert same_loss(engine, other, step), (stage, step)
+            between = partial(engine.generate, **given)
+            assert same_loss(engine, other, step, between if step else None), (stage, step)
         for one, two in zip(engine.module_state_dict().values(), other.module_state_dict().values(), strict=True):
             assert torch.equal(one, two)
         assert [each[:20] for each in engine._generation._paged._reasons] == ["it is asked for num_"], "else by pages"
