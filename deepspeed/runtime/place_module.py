@@ -27,6 +27,8 @@ def place(
     _accept_forward(module)
     put_away(module)
     _require_values(module)
+    if zero.shards_parameters:
+        _require_hooks(module)
     if remote:
         for buffer in module.buffers():
             buffer.data = buffer.data.to(device)
@@ -48,6 +50,16 @@ def _require_values(module: nn.Module) -> None:
             "module.to_empty(device=...) and then a checkpoint or their own initialisation; or build the model inside "
             "deepspeed.zero.Init(), which never holds it whole."
         )
+
+
+def _require_hooks(module: nn.Module) -> None:
+    """Refuse modules of torch.jit that hold parameters: nothing could gather those."""
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and next(part.parameters(), None) is not None:
+            raise UsageError(
+                f"zero_optimization.stage 3 gathers parameters in hooks, which {name or 'the model'} has not: it is a "
+                f"{type(part).__name__} of torch.jit. Use stage 2 or lower, or the module as it was before torch.jit."
+            )
 
 
 def replicate(module: nn.Module, lies_on: LiesOn, *, remote: bool = False) -> None:

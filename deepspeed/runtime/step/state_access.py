@@ -37,6 +37,8 @@ def open_access(parts: Parts, optimizer: Optimizer, states: OptimizerStates, sta
     )
     attach(parts.module.parameters(), owner)
     for prefix, module in parts.module.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its parameters are in no dict of Python
         for key, param in module._parameters.items():
             if param is not None and param.requires_grad:
                 owner.slots.append((f"{prefix}.{key}" if prefix else key, module, key, param))

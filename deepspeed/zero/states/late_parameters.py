@@ -91,7 +91,8 @@ def wait_in_modules(root: nn.Module, stack: ExitStack) -> None:
 def runs_compiled(root: nn.Module) -> bool:
     """True if torch compiles a module in it: what is compiled does not look for late parameters."""
     return any(
-        module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule)
+        isinstance(module, (torch._dynamo.OptimizedModule, torch.jit.ScriptModule))
+        or module._compiled_call_impl is not None
         for module in root.modules()
     )
 

@@ -387,6 +387,21 @@ def test_trained_parameters_of_complex_numbers():
     build(3, model=nn.Sequential(nn.Linear(8, 2), nn.Linear(8, 2, dtype=torch.cfloat).requires_grad_(False)))
 
 
+@ranks(1)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_train_where_nothing_has_to_be_gathered():
+    def model():
+        return nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 2)))
+
+    for stage in (0, 2):
+        engine = build(stage, model=model())
+        before = whole(engine)
+        train(engine)
+        assert all((before[name] != value).any() for name, value in whole(engine).items())
+    with pytest.raises(UsageError, match=r"gathers parameters in hooks, which 1 has not.*stage 2 or lower"):
+        build(3, model=model())
+
+
 # ---- whose error it is
 
 
