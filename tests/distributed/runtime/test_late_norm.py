@@ -16,7 +16,7 @@ from deepspeed.comm.pending import CollectiveWork
 from deepspeed.errors import CommError
 from deepspeed.events import StepFinished
 from deepspeed.log import logger
-from tests.harness import ranks, shared_ranks
+from tests.harness import ranks
 from tests.pipelines import config, data, pipeline
 
 OVER_RANKS, OVER_STAGES = "gradient norm", "gradient norm over stages"
@@ -53,7 +53,7 @@ def expected_norms(steps):
     return norms
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_a_pipeline_waits_for_the_norm_when_it_is_asked_for():
     engine, batches = staged(), data(0, 2)
     assert engine.get_global_grad_norm() is None
@@ -85,7 +85,7 @@ def test_listeners_wait_if_they_read():
         assert [float(event.loss) for event in heard] == [float(loss) for loss in losses]
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_the_loss_of_hosts_has_no_message_of_its_own():
     """It comes with what ranks tell each other at the end of a batch."""
     engine, batches, heard = staged(), data(0, 2), []
@@ -109,7 +109,7 @@ def replicated(stage, *, judged=False, **zero):
     return deepspeed.initialize(model=nn.Linear(4, 4), config=settings)[0]
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_data_parallel_steps_do_not_wait_either():
     rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
     for stage in (1, 2, 3):
@@ -128,7 +128,7 @@ def test_data_parallel_steps_do_not_wait_either():
             assert counted[OVER_RANKS] == 1, stage
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_a_norm_that_is_not_wanted_is_not_found():
     engine = replicated(1, compute_grad_norm=False)
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +139,7 @@ def test_a_norm_that_is_not_wanted_is_not_found():
             assert engine.get_global_grad_norm() is None
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_clipping_waits_before_it_updates():
     engine, batches = staged(gradient_clipping=0.5), data(0, 2)
     with waits() as counted:
@@ -148,7 +148,7 @@ def test_clipping_waits_before_it_updates():
     assert engine.get_global_grad_norm() == expected_norms(1)[0]
 
 
-@shared_ranks(2)
+@ranks(2)
 def test_a_failed_reduction_is_told_by_name_and_does_not_keep_from_closing():
     engine, batches = staged(), data(0, 2)
     engine.train_batch(batches)
