@@ -10,6 +10,7 @@ from deepspeed.zero.gradients.sparse import sparse_allreduce_bucket as sparse_al
 from deepspeed.zero.gradients.sparse import sparse_allreduce_no_retain as sparse_allreduce_no_retain
 from deepspeed.zero.parameters import gather as gather
 from deepspeed.zero.parameters.coded import RestingWeights as RestingWeights
+from deepspeed.zero.parameters.data import plain_access as plain_access
 from deepspeed.zero.parameters.data import plain_data as plain_data
 from deepspeed.zero.parameters.data import writes as writes
 from deepspeed.zero.parameters.near import check_size as check_size

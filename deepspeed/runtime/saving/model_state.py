@@ -181,7 +181,7 @@ class _Loading:
             shard.allocate()
             start = shard.axis.rank * shard.chunk
             shard.flat[start : start + shard.chunk].copy_(shard.data)
-            shard.attach()
+        fetch.finish(opened)
         yield
         for shard in shards:
             shard.store()

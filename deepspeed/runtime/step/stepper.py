@@ -31,6 +31,7 @@ from deepspeed.zero.interface import (
     StatePiece,
     WholeGroup,
     clip_coefficient,
+    plain_access,
     plain_grad,
     tiles_well,
     twin,
@@ -280,9 +281,10 @@ class Stepper:
     def drop_gradients(self) -> None:
         """Drop all gradients, also of parameters that the optimizer does not have: none may count in a later step."""
         self.zero_grad()
-        for param in self.parameters():
-            if plain_grad(param) is not None:
-                param.grad = None
+        with plain_access():
+            for param in self.parameters():
+                if plain_grad(param) is not None:
+                    param.grad = None
 
     def _known(self, norm: Tensor) -> float | None:
         """The norm as a number, where waiting for it costs nothing or is needed anyway."""

@@ -20,6 +20,7 @@ from deepspeed.accelerator.side_stream import SideStream
 from deepspeed.comm import Pending
 from deepspeed.zero.gradients.interfaces import BucketEntry
 from deepspeed.zero.gradients.reduction import EvenShares, OwnedShares, Share, SharePart, WholeShares
+from deepspeed.zero.parameters.data import plain_access
 from deepspeed.zero.piece import StatePiece
 
 # Slices of all ranks whose sizes differ by less than this are padded to one size, which backends can scatter.
@@ -61,7 +62,8 @@ class Bucket:
 
     def pack(self) -> tuple[Tensor, list[int]]:
         """Take the gradients and lay them out flat; and the ids of the parameters that have some."""
-        grads = [entry.take() if entry.take is not None else None for entry in self.entries]
+        with plain_access():
+            grads = [entry.take() if entry.take is not None else None for entry in self.entries]
         had = [each for each, grad in zip(self._ids, grads, strict=True) if grad is not None]
         return self._lay(grads), had
 

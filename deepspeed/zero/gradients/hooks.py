@@ -73,12 +73,16 @@ class GradientHooks:
             self.dirty = True
             if number is None or not self.armed or not self.final:
                 return
-            if self._whole:
-                self._note(name, number)
-                return
             if self.clock is not None:
                 self.buckets.positions[number] = self.clock.position
-            self.buckets.arrive(number)
+            if self._whole and self._task != -1 and self._task != _graph_task():
+                self._reentrant, self.buckets.early = True, False
+            if not self.buckets.arrive(number) and self._whole:
+                raise CommError(
+                    f"the gradient of {name!r} arrived again after it had been sent to the other ranks. The graph of "
+                    "this step differs from the last one's; wrap its backward calls in "
+                    "engine.coalesce_grad_reduction()."
+                )
 
         self._handles.append(param.register_post_accumulate_grad_hook(arrived))
 
@@ -144,14 +148,3 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _note(self, name: str, number: int) -> None:
-        """A whole gradient has arrived, which is reduced where it lies."""
-        if self._task != -1 and self._task != _graph_task():
-            self._reentrant, self.buckets.early = True, False
-        if not self.buckets.arrive(number):
-            raise CommError(
-                f"the gradient of {name!r} arrived again after it had been sent to the other ranks. The graph of "
-                "this step differs from the last one's; wrap its backward calls in "
-                "engine.coalesce_grad_reduction()."
-            )

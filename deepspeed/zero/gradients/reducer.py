@@ -27,6 +27,7 @@ from deepspeed.zero.gradients.hooks import GradientHooks
 from deepspeed.zero.gradients.interfaces import BucketEntry, GradientConsumer, GradientGroup, ReductionOf
 from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.gradients.replicated import ReplicatedGradients, ReplicatedInFlight
+from deepspeed.zero.parameters.data import plain_access
 from deepspeed.zero.parameters.shard import shard_of
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ class GradientReducer:
         if self.replicated is not None and self.replicated.alone and not self.replicated.banks:
             return
         groups, buckets = self._groups(), self.hooks.buckets
-        flags = tuple([param.requires_grad for group in groups for param in group.params])  # faster than a generator
+        with plain_access():
+            flags = tuple([param.requires_grad for group in groups for param in group.params])
         if flags == self._flags:
             return
         reduced = self.replicated is not None and self._absent is not None

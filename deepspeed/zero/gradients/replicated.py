@@ -184,10 +184,14 @@ class ReplicatedBucket:
     @torch.no_grad()
     def send(self) -> None:
         """Pack the gradients and begin to sum them; runs inside backward or after it."""
-        self.had = [holder.grad is not None for holder in self._holders]
+        found = [holder.grad for holder in self._holders]
+        self.had = [grad is not None for grad in found]
         # A copy of ones that are there already does not wait for the device, as new numbers from the host would.
         present = self._everyone.clone() if all(self.had) else self._everyone.new_tensor(self.had)
-        grads = [_dense(holder) for holder in self._holders]
+        grads = [
+            grad if grad is not None and grad.layout == torch.strided else _dense(grad, holder)
+            for grad, holder in zip(found, self._holders, strict=True)
+        ]
         flat = self._pack.fill([*grads[: self._packed], present])
         sent = [flat.to(self._travels), *(grad.to(self._travels).contiguous() for grad in grads[self._packed :])]
         with comm.labelled(self._label):
@@ -305,7 +309,7 @@ class PackedGradients:
 
     def _is_ours(self, flat: Tensor) -> bool:
         """Nothing else has kept a gradient of the last step, or another view of its memory."""
-        return _users_of(flat) == self._users and all(count == _OURS for count in map(sys.getrefcount, self._views))
+        return _users_of(flat) == self._users and {_OURS}.issuperset(map(sys.getrefcount, self._views))
 
 
 def _users_of(tensor: Tensor) -> tuple[int, int]:
@@ -314,9 +318,6 @@ def _users_of(tensor: Tensor) -> tuple[int, int]:
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
-def _dense(holder: nn.Parameter) -> Tensor:
-    """The holder's gradient; zeros where it has none, dense where a module made it sparse unexpectedly."""
-    grad = holder.grad
-    if grad is None:
-        return torch.zeros_like(holder)
-    return grad if grad.layout == torch.strided else grad.to_dense()
+def _dense(grad: Tensor | None, holder: nn.Parameter) -> Tensor:
+    """Zeros where the holder has no gradient; dense where a module made it sparse unexpectedly."""
+    return torch.zeros_like(holder) if grad is None else grad.to_dense()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from deepspeed.zero.parameters.data import plain_access
 from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
 from deepspeed.zero.parameters.shapes import WholeShapes
 from deepspeed.zero.parameters.shard import Shard, shards_of
@@ -100,11 +101,12 @@ class FetchCoordinator:
         if not self.stack and not schedule.key:
             self.bring_back()
             schedule.open(("forward", use.number, *self.kind, torch.is_grad_enabled()), use)
-        schedule.need(use)
-        shards = use.shards
+        with plain_access():
+            schedule.need(use)
+            shards = use.shards
+            for shard in shards:
+                trains = trains and shard.param.requires_grad
         _hold(use, shards)
-        for shard in shards:
-            trains = trains and shard.param.requires_grad
         self.stack.append((use, shards))
         return not trains
 
@@ -123,8 +125,11 @@ class FetchCoordinator:
             return False
         while True:
             top, shards = self.stack.pop()
-            _loosen(top, shards)
-            self.schedule.left(top, shards)
+            for shard in shards:
+                shard.holds -= 1
+                shard.users.pop(top.number, None)
+            with plain_access():
+                self.schedule.left(top, shards)
             if top is use:
                 return True
 
@@ -184,7 +189,8 @@ class FetchCoordinator:
             self.begin_backward()
         held = self._backward.get(use)
         if not held or not held.keys() >= set(use.shards):  # else told by another output or another call of it
-            self.schedule.need(use)
+            with plain_access():
+                self.schedule.need(use)
             self._keep(use)
         if use in self._recomputed:
             self._release_frozen(use)
@@ -200,11 +206,12 @@ class FetchCoordinator:
 
     def _keep(self, use: ModuleUse) -> None:
         held, holders = self._backward.setdefault(use, {}), self._holders
-        missing = [shard for shard in use.shards if shard not in held]
-        _hold(use, missing)
-        for shard in missing:
-            held[shard] = None
-            holders[shard] = (*holders[shard], use) if shard in holders else (use,)
+        for shard in use.shards:
+            if shard not in held:
+                held[shard] = None
+                holders[shard] = (*holders[shard], use) if shard in holders else (use,)
+                shard.holds += 1
+                shard.users[use.number] = None
 
     def _keep_frozen(self, use: ModuleUse) -> None:
         """A module was recomputed in backward: what it does not train stays whole until its own backward.
@@ -240,10 +247,8 @@ class FetchCoordinator:
 
     def gradient_arrived(self, shard: Shard) -> None:
         """Every use of a trained parameter in this backward is over: its gradient is there."""
-        if shard not in self._holders:
-            return
-        holders = self._holders[shard]
-        for use in sorted(holders, key=lambda use: use.number) if holders[1:] else holders:
+        holders = self._holders.get(shard, ())
+        for use in sorted(holders, key=lambda use: use.number) if len(holders) > 1 else holders:
             self._drop(use, (shard,))
             if use in self._inputs_done:
                 self._drop_frozen(use)
@@ -274,7 +279,7 @@ class FetchCoordinator:
             return False
         for use, frozen in list(self._recomputed.items()):
             self._release_frozen(use)
-            self.schedule.loosened(use, frozen)
+            self.schedule.let_go(frozen, self.schedule.keep.get(use.number, frozenset()))
         for use, held in list(self._backward.items()):
             self._drop(use, tuple(held))
         self.in_backward = False
@@ -293,11 +298,12 @@ class FetchCoordinator:
         for shard in shards:
             del held[shard]
             holders = all_holders.pop(shard)
-            if holders[1:]:
+            if len(holders) > 1:
                 all_holders[shard] = tuple(other for other in holders if other is not use)
-        _loosen(use, shards)
+            shard.holds -= 1
+            shard.users.pop(use.number, None)
         if held:
-            self.schedule.loosened(use, shards)
+            self.schedule.let_go(shards, self.schedule.keep.get(use.number, frozenset()))
         else:
             del self._backward[use]
             self._inputs_done.discard(use)
@@ -308,10 +314,3 @@ def _hold(use: ModuleUse, shards: Iterable[Shard]) -> None:
     for shard in shards:
         shard.holds += 1
         shard.users[use.number] = None
-
-
-def _loosen(use: ModuleUse, shards: Iterable[Shard]) -> None:
-    for shard in shards:
-        shard.holds -= 1
-        if use.number in shard.users:
-            del shard.users[use.number]

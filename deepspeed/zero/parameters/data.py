@@ -19,6 +19,9 @@ _DATA: Any = torch.Tensor.data
 show = _DATA.__set__
 """Let a parameter lie in some memory; not counted as a write."""
 
+plain_access = torch._C.DisableTorchFunctionSubclass
+"""Inside, torch does not look for `__torch_function__`, which takes longer than to read a parameter of our classes."""
+
 
 def plain_data(param: Tensor) -> Tensor:
     """The parameter's values as a tensor whose writes are not counted."""

@@ -76,7 +76,8 @@ class FetchSchedule:
         self._shards: dict[int, Shard] = {}
         self._live: dict[int, Shard] = {}
         self._pass: _Pass | None = None
-        self._keep: dict[int, frozenset[int]] = {}
+        self.keep: dict[int, frozenset[int]] = {}
+        """What is not released when a use ends, by its number."""
         self.kept: frozenset[int] = frozenset()
         """What stays whole for the next pass."""
         self._partly_used: set[int] = set()
@@ -177,7 +178,7 @@ class FetchSchedule:
             known.plan = None
             known.misfits += 1
             self._explain(now)
-        self._keep.clear()
+        self.keep.clear()
         self.position = 0
         self.let_go(list(self._live.values()), self.kept)
 
@@ -185,7 +186,7 @@ class FetchSchedule:
         """The pass failed; whatever is whole and not held is let go."""
         if self._pass is not None:
             self._pass, self.position = None, 0
-            self._keep.clear()
+            self.keep.clear()
             self.kept = frozenset()
             self.let_go(list(self._live.values()))
 
@@ -218,21 +219,16 @@ class FetchSchedule:
         now = self._pass
         if now is not None and now.plan is None:
             now.events.append(use.event(False))
-        self.loosened(use, shards)
-
-    def loosened(self, use: ModuleUse, shards: Sequence[Shard]) -> None:
-        """A use does not need some of its parameters any more."""
-        self.let_go(shards, self._keep.get(use.number, _NOTHING))
+        self.let_go(shards, self.keep.get(use.number, _NOTHING))
 
     def let_go(self, shards: Iterable[Shard], keep: frozenset[int] = _NOTHING) -> None:
-        """Release what nobody holds and nothing keeps."""
+        """Release what no use holds and nothing keeps."""
         for shard in shards:
             if shard.holds or shard.persistent or shard.number in keep:
                 continue
             if shard.whole or shard.pending is not None:
                 shard.release()
-                if shard.number in self._live:
-                    del self._live[shard.number]
+                self._live.pop(shard.number, None)
 
     # ---- graphs, which know what they use
 
@@ -346,12 +342,15 @@ class FetchSchedule:
             self._play(now, now.next if place is None else place)
         if place is not None:
             self._do(now, place)
-        absent = [s for s in use.shards if not s.whole and not s.persistent]
-        for shard in absent:
-            if shard.pending is None and not shard.alone:  # what this rank alone holds comes from nobody
+        absent = []
+        for shard in use.shards:
+            if shard.whole or shard.persistent:
+                continue
+            if shard.pending is None and not shard.alone:  # what this rank alone holds comes from no other one
                 self._stray(now)
                 self._ask(now, use)
                 return
+            absent.append(shard)
         if absent:
             finish(absent)
 
@@ -373,7 +372,7 @@ class FetchSchedule:
             self.let_go([self._shards[number] for number in step.drop])
         for batch in step.start:
             self._begin([self._shards[number] for number in batch], now.serves)
-        self._keep[step.use] = step.keep
+        self.keep[step.use] = step.keep
 
     def _begin(self, shards: list[Shard], serves: GatherFor) -> None:
         self.gathers += len(shards)

@@ -22,6 +22,7 @@ from deepspeed.comm.groups import played_backend
 from deepspeed.comm.pending import EventWait, WaitableWork
 from deepspeed.comm.point_to_point import gather_parts
 from deepspeed.parallel import AxisGroup
+from deepspeed.zero.parameters.data import show
 from deepspeed.zero.parameters.shard import Shard
 
 # A chunk of this many bytes is better sent from where it lies than packed with others; gloo copies anyway.
@@ -229,16 +230,16 @@ def start(shards: Iterable[Shard], serves: GatherFor = GatherFor.ACCESS) -> None
 
 
 def finish(shards: Iterable[Shard]) -> None:
-    """Wait for what was started; the parameters are whole then."""
+    """Wait for what was started; the parameters are whole then, and lie in the memory that was filled."""
     waited: Pending[Any] | None = None
     for shard in shards:
         if shard.pending is not waited or shard.near is not None:
             waited = shard.pending
             shard.arrive()
-        if shard.whole:
-            shard.pending = shard.staged = None
-        else:
-            shard.attach()
+        if not shard.whole:
+            show(shard.param, shard.full)
+            shard.whole = True
+        shard.pending = shard.staged = None
 
 
 def gather(shards: Sequence[Shard], serves: GatherFor = GatherFor.ACCESS) -> None:
@@ -326,7 +327,7 @@ def _packed(cuts: Sequence[Cut], axis: AxisGroup, hops: NodeHops | None = None) 
         parts = rows.view(world, -1)
         with torch.no_grad():
             if len(mine) == len(cuts):
-                torch.split_with_sizes_copy(parts, sizes, dim=1, out=[_rows(cut) for cut in cuts])
+                torch.split_with_sizes_copy(parts, sizes, dim=1, out=[*map(_rows, cuts)])
             else:
                 for cut, part in zip(cuts, parts.split(sizes, dim=1), strict=True):
                     if cut[0].pending is shared:

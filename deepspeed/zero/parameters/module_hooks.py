@@ -67,17 +67,15 @@ class WatchedParameters(dict[str, Any]):
         self._coordinator = coordinator
 
     def __getitem__(self, name: str) -> Any:
-        param = super().__getitem__(name)
-        coordinator = self._coordinator
-        if coordinator.shapes is not None:
-            if torch.compiler.is_compiling():
-                return param
-        elif param is None or param.numel():
+        param = dict.__getitem__(self, name)
+        shard = shard_of(param)
+        if shard is None or shard.whole:
             return param
-        if param is not None:
-            shard = shard_of(param)
-            if shard is not None and not shard.whole and shard.numel:
-                coordinator.also(shard)
+        coordinator = self._coordinator
+        if param.numel() if coordinator.shapes is None else torch.compiler.is_compiling():
+            return param
+        if shard.numel:
+            coordinator.also(shard)
         return param
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -321,7 +319,7 @@ class ModuleHooks:
             coordinator.leave(use)
             if torch.is_grad_enabled() and use.shards:
                 for tensor in tensors:
-                    if tensor.requires_grad and shard_of(tensor) is None:
+                    if tensor.requires_grad and (type(tensor) is Tensor or shard_of(tensor) is None):
                         tensor.register_hook(before)
                         base = tensor._base  # see [Note: views]
                         if base is not None and base.grad_fn is not None:

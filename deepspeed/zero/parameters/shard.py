@@ -96,7 +96,6 @@ class Shard:
         self.version = writes(param)
         """How often the parameter had been written when its values were last known."""
         self.whole = True
-        self._rows: Tensor | None = None
         Shard.made += 1
         self._adopt(param.detach())
 
@@ -108,10 +107,16 @@ class Shard:
             device = values.device if self.remote is None else self.remote.device
             self.flat = torch.zeros(self.chunk * self.axis.size, dtype=self.dtype, device=device)
             self.flat[: self.numel].copy_(values.reshape(-1))
-            self.stored = self._kept(self.rows[self.axis.rank])
-        self._memory, self.filled = self.flat.untyped_storage(), True
-        self.full = self.flat[: self.numel].view(self.shape)
+            self.stored = self._kept(self.flat.view(self.axis.size, self.chunk)[self.axis.rank])
+        self._look_at_flat()
+        self.filled = True
         show(self.param, self.full)
+
+    def _look_at_flat(self) -> None:
+        self._memory = self.flat.untyped_storage()
+        self.full = self.flat[: self.numel].view(self.shape)
+        self.rows = self.flat.view(self.axis.size, self.chunk)
+        """The memory of the whole parameter, a row for each rank's chunk."""
 
     def _kept(self, chunk: Tensor) -> Tensor:
         """A copy of these values where the chunk lives."""
@@ -161,7 +166,8 @@ class Shard:
         if self.whole:
             other.allocate()
             other.flat.copy_(self.flat)
-            other.attach()
+            show(other.param, other.full)
+            other.whole = True
         return other
 
     def refit(self, dtype: torch.dtype) -> None:
@@ -170,20 +176,11 @@ class Shard:
         size = self.chunk * self.axis.size
         device = self.stored.device if self.remote is None else self.remote.device
         self.flat = self.stored if self.alone else torch.empty(size, dtype=dtype, device=device)
-        self._memory, self.nothing = self.flat.untyped_storage(), None
-        self.full, self._rows = self.flat[: self.numel].view(self.shape), None
-        self.filled = self.alone
+        self._look_at_flat()
+        self.nothing, self.filled = None, self.alone
         if not self.alone:
             self._memory.resize_(0)
         show(self.param, torch.empty(0, dtype=dtype, device=device))
-
-    @property
-    def rows(self) -> Tensor:
-        """The memory of the whole parameter, a row for each rank's chunk."""
-        found = self._rows
-        if found is None:
-            found = self._rows = self.flat.view(self.axis.size, self.chunk)
-        return found
 
     @property
     def interval(self) -> tuple[int, int]:
@@ -237,13 +234,6 @@ class Shard:
             self.pending.wait()
         if self.near is not None:
             self.near.take(self.flat)
-
-    def attach(self) -> None:
-        """Let the parameter be the whole tensor; its memory has been filled."""
-        if not self.whole:
-            show(self.param, self.full)
-            self.whole = True
-        self.pending = self.staged = None
 
     def release(self) -> None:
         """Let go of the whole parameter; the chunk remains."""

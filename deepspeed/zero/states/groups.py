@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from deepspeed.ops.moments import MomentKeeper
 from deepspeed.zero.gradients.interfaces import BucketEntry, ReductionOf
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.coded import CodedBlockGather
-from deepspeed.zero.parameters.data import plain_data, reclaim, show
+from deepspeed.zero.parameters.data import plain_access, plain_data, reclaim, show
 from deepspeed.zero.parameters.gather import BlockGather, FlatBlocks, GatherFor
 from deepspeed.zero.parameters.parameter import ResidentParameter, plain_grad, set_plain_grad, watch
 from deepspeed.zero.parameters.shard import Shard, rest_as, shard_of, used_while_empty
@@ -132,8 +132,9 @@ class ShardGroup:
 
     def forget(self) -> None:
         """Drop gradients that were not reduced, and those that the optimizer read where they were."""
-        for param in self.params:
-            set_plain_grad(param, None)
+        with plain_access():
+            for param in self.params:
+                set_plain_grad(param, None)
         for piece in self.pieces:
             if piece.arena is None:
                 piece.gradient = None
@@ -141,9 +142,13 @@ class ShardGroup:
     @torch.no_grad()
     def round(self) -> None:
         """Round the updated masters into what this rank publishes; those that are away go by themselves."""
-        copied = [piece for piece in self.pieces if piece.separate and not piece.away]
-        if copied:
-            torch._foreach_copy_([piece.source for piece in copied], [piece.master for piece in copied])
+        if self._copied:
+            torch._foreach_copy_([piece.source for piece in self._copied], [piece.master for piece in self._copied])
+
+    @cached_property
+    def _copied(self) -> list[StatePiece]:
+        """Those whose masters are copies, where the parameters are."""
+        return [piece for piece in self.pieces if piece.separate and not piece.away]
 
     def bring_back(self) -> None:
         """As `round`, for masters that are away."""
@@ -268,8 +273,6 @@ class WholeGroup(ShardGroup):
 
     def __init__(self, members: Sequence[Named], placement: Placement, dtypes: Dtypes, options: dict[str, Any]) -> None:
         super().__init__([], placement, dtypes, options)
-        self._copied: list[StatePiece] = []
-        """Those whose master is a copy: only they cost anything."""
         self.extend(members)
 
     @property
@@ -284,7 +287,7 @@ class WholeGroup(ShardGroup):
             self.names.append(name)
             self.params.append(param)
             self.pieces.append(StatePiece(name, param, param.shape, (0, param.numel()), param, wide))
-        self._copied = [piece for piece in self.pieces if piece.separate]
+        self.__dict__.pop("_copied", None)
         for piece in self._copied:
             watch(piece.name, piece.param)
         self.layout = ContiguousLayout(tuple(param.numel() for param in self.params), 1)
@@ -342,11 +345,6 @@ class WholeGroup(ShardGroup):
 
     def gradients(self) -> list[Tensor | None]:
         return [p.master.grad if p.param.grad is None else p.param.grad for p in self.pieces]
-
-    @torch.no_grad()
-    def round(self) -> None:
-        if self._copied:
-            torch._foreach_copy_([piece.source for piece in self._copied], [piece.master for piece in self._copied])
 
     def spread(self) -> None:
         """Every rank has all of it already."""
@@ -500,12 +498,13 @@ class StripedGroup(ShardGroup):
 
     def adopt_edits(self) -> None:
         """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
-        for shard, piece in self._held:
-            if shard.persistent and shard.edited:
-                shard.store()
-            if piece is not None and shard.edits != piece.version[0]:
-                piece.adopt()
-                piece.version = shard.edits, 0
+        with plain_access():
+            for shard, piece in self._held:
+                if shard.persistent and shard.edited:
+                    shard.store()
+                if piece is not None and shard.edits != piece.version[0]:
+                    piece.adopt()
+                    piece.version = shard.edits, 0
 
     def await_update(self, piece: StatePiece, turn: PendingUpdate) -> None:
         shard = _need(piece.name, shard_of(piece.param))
@@ -574,10 +573,11 @@ def _need(name: str, shard: Shard | None) -> Shard:
 
 
 def _stash(shard: Shard, arrived: Callable[[Shard], None] | None) -> None:
-    if not shard.persistent:
-        shard.gradient = _take(shard)
-    if arrived is not None:
-        arrived(shard)
+    with plain_access():
+        if not shard.persistent:
+            shard.gradient = _take(shard)
+        if arrived is not None:
+            arrived(shard)
 
 
 def _take(shard: Shard) -> Tensor | None:
@@ -588,7 +588,7 @@ def _take(shard: Shard) -> Tensor | None:
     if grad is None:
         return waiting
     set_plain_grad(param, None)
-    if grad.shape != shard.shape and grad.numel() != shard.numel:
+    if grad.numel() != shard.numel:
         raise UsageError(used_while_empty(shard.name))
     return grad if waiting is None else waiting.add_(grad)
 
