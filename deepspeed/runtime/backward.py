@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 _EMPTY = re.compile(
     r"invalid gradient at index \d+ - got (\[0\] but|.* compatible with \[0\])"
     r"|size of tensor a \(0\) must match|must match the size of tensor b \(0\)"
+    r"|(?P<freed>out of bounds for storage of size 0)"
+)
+_UNNOTICED = (
+    "backward needs a parameter that is sharded and was not gathered for it: hooks on outputs do not see the backward of "
+    "what ran inside torch.vmap, torch.func.jvp or torch.func.jacfwd. Run the forward and its backward in `with "
+    "deepspeed.zero.GatheredParameters(model.parameters()):`, or train with zero_optimization.stage 2 or lower."
 )
 
 
@@ -90,8 +96,8 @@ class Backward:
             self._reducer.forget()
             if self.updates is not None:
                 self.updates.abandon()
-            if isinstance(error, RuntimeError) and _EMPTY.search(str(error)):
-                raise UsageError(used_while_empty("a parameter")) from error
+            if isinstance(error, RuntimeError) and (said := _EMPTY.search(str(error))):
+                raise UsageError(_UNNOTICED if said["freed"] else used_while_empty("a parameter")) from error
             raise
         finally:
             self._running = False
@@ -168,7 +174,7 @@ class Backward:
     def _entered(self, grad: Tensor | None = None) -> None:
         self._reducer.enter_backward()
         if self._reduce:
-            self._reducer.begin()
+            self._reducer.hooks.begin()
             if self.updates is not None and self._accumulation.reduces_in_backward:
                 self.updates.begin(self.unit)
 
@@ -193,7 +199,9 @@ class Backward:
         self._enter_plain()
 
     def _adds_up(self) -> bool:
-        """False in `torch.autograd.grad`, which returns gradients and adds none to those of parameters."""
+        """False in `torch.autograd.grad` and `torch.func.grad`, which return gradients and add none to parameters'."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return False
         trained = (param for param in self.parameters() if param.requires_grad)
         if any(runs_in_backward(get_gradient_edge(param).node) for param in trained):
             return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -62,6 +63,10 @@ def head_plan(queries: int, keys: int, size: int) -> HeadPlan:
 
     Where there are fewer key/value heads than ranks, each goes to every rank that has one of its query heads.
     """
+    return (_share_heads if torch.compiler.is_compiling() else _known_plan)(queries, keys, size)
+
+
+def _share_heads(queries: int, keys: int, size: int) -> HeadPlan:
     if queries % keys:
         raise LayoutError(
             f"{queries} query heads cannot share {keys} key/value heads evenly. Use a multiple of {keys} query heads."
@@ -80,6 +85,9 @@ def head_plan(queries: int, keys: int, size: int) -> HeadPlan:
     counts = shares(queries, size)
     borders = list(accumulate(counts, initial=0))
     return HeadPlan(counts, tuple(_needed(a, b, group) for a, b in pairwise(borders)))
+
+
+_known_plan = cache(_share_heads)  # torch.compile traces into no cache
 
 
 def shares(total: int, size: int) -> tuple[int, ...]:

@@ -275,10 +275,6 @@ class GradientReducer:
             self._take_guess(self._passes.first_uses())
         self.hooks.arm()
 
-    def begin(self) -> None:
-        """Called from inside the outermost backward, before any gradient arrives."""
-        self.hooks.begin()
-
     def settle(self) -> None:
         """The backward is over: what has not been launched is; what is summed in place is there for users to see."""
         if self.replicated is not None:
@@ -309,7 +305,7 @@ class GradientReducer:
             return
         if self._agreement is not None and not self._launched and self.hooks.clock is None:
             self.arm()  # others that had a backward wait for zeros
-            self.begin()
+            self.hooks.begin()
             self.settle()
         self.finish()
 
@@ -360,14 +356,6 @@ class GradientReducer:
         self._in_flight.carry([])
 
     # ---- when buckets leave where parameters are gathered: see `zero.parameters.fetch_schedule`
-
-    def ready(self) -> tuple[int, int]:
-        """How many buckets may have left by now, and how many must have because too much waits."""
-        return self.hooks.ready()
-
-    def launch_until(self, until: int | None) -> None:
-        """Let buckets leave until so many have; None: all of them."""
-        self.hooks.launch_until(until)
 
     def learn(self, agreement: RankAgreement) -> _Learned | None:
         """The first rank's order from now on; returns where the pass was when each gradient came, if that is known."""

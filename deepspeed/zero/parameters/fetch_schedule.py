@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deepspeed.errors import UsageError
 from deepspeed.log import logger, warn_once
 from deepspeed.zero.agreement import DONE, STEP, RankAgreement, begin_code, digest
 from deepspeed.zero.parameters.fetch_plan import FetchLimits, FetchPlan, UseEvent, plan
@@ -106,6 +107,7 @@ class FetchSchedule:
         self._known.clear()
         self._partly_used.clear()
         self.uses.clear()
+        self.first.clear()
         self._pass, self.position = None, 0
 
     def split_blocks(self) -> None:
@@ -268,12 +270,12 @@ class FetchSchedule:
     def launch_ready(self) -> None:
         """Buckets that are complete, or too much to wait, leave; where all ranks come with the same gradients."""
         if self.reducer is not None:
-            self.reducer.launch_until(max(self.reducer.ready()))
+            self.reducer.hooks.launch_until(max(self.reducer.hooks.ready()))
 
     # ---- by asking
 
     def _say(self, code: int, what: str, more: int = 0) -> Tensor:
-        ready, forced = (0, 0) if self.reducer is None else self.reducer.ready()
+        ready, forced = (0, 0) if self.reducer is None else self.reducer.hooks.ready()
         outdated = self.copies is not None and self.copies.outdated
         return self._agreement.exchange([code, ready, forced, 2 * more + outdated], what)
 
@@ -295,6 +297,12 @@ class FetchSchedule:
             now.strayed = True
 
     def _ask(self, now: _Pass, use: ModuleUse, also: Shard | None = None) -> None:
+        if use.number not in self.uses:
+            raise UsageError(
+                f"backward came to module {use.name!r}, whose stage-3 hooks were taken off after its forward and put on "
+                "again. Run backward before hooks are removed; to generate between a forward and its backward, use "
+                "deepspeed.zero.unwrap_model_for_generation(engine)."
+            )
         more = 0 if also is None else list(self._shards).index(also.number) + 1
         self._answer(now, self._say(use.number + 1, f"request for {use.name}", more), use)
 
@@ -382,7 +390,7 @@ class FetchSchedule:
 
     def _depart(self, now: _Pass, until: int | None) -> None:
         if self.reducer is not None and now.backward:
-            self.reducer.launch_until(until)
+            self.reducer.hooks.launch_until(until)
 
     # ---- making plans
 

@@ -154,9 +154,5 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
         with GatheredParameters(module.parameters()):
             yield module
         return
-    with GatheredParameters(module.parameters()):
-        hooks.remove()
-        try:
-            yield module
-        finally:
-            hooks.install()
+    with GatheredParameters(module.parameters()), hooks.paused():
+        yield module

@@ -96,6 +96,31 @@ def test_an_edit_that_would_be_lost():
 
 
 @shared_ranks(2)
+def test_backwards_that_hooks_do_not_see():
+    """Gradients of inputs by torch.func are those of plain PyTorch; what cannot work says what does."""
+    engine, plain = (
+        build(stage, nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))) for stage in (3, 0)
+    )
+    plain.load_module_state_dict(engine.module_state_dict())
+    inputs = torch.arange(12.0).view(2, 6) / 12 + torch.distributed.get_rank()
+    for run in (lambda each: torch.vmap(each)(inputs), lambda each: torch.func.jvp(each, (inputs,), (inputs,))[1]):
+        with pytest.raises(UsageError, match=r"torch\.vmap, .*`with deepspeed\.zero\.GatheredParameters"):
+            engine.backward(run(engine).sum())
+        engine.zero_grad()  # some came before the error
+        with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+            engine.backward(run(engine).sum())
+        plain.backward(run(plain).sum())
+        engine.step(), plain.step()
+        torch.testing.assert_close(engine.module_state_dict(), plain.module_state_dict())
+    found, expected = (torch.func.grad(lambda x, each=each: each(x).square().sum())(inputs) for each in (engine, plain))
+    torch.testing.assert_close(found, expected)
+    loss = engine(inputs).sum()
+    engine.optimizer.parameter_offload._register_deepspeed_module(engine.module)
+    with pytest.raises(UsageError, match="whose stage-3 hooks were taken off after its forward"):
+        engine.backward(loss)
+
+
+@shared_ranks(2)
 def test_unused_parameters_where_they_are_not_ignored():
     class Unused(nn.Module):
         def __init__(self):

@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.zero.birth.init import TouchedParameters
+from deepspeed.zero.parameters.gather import finish
 from deepspeed.zero.parameters.parameter import ZeroParameter, shard_parameter
 from deepspeed.zero.parameters.shard import ZeroParamStatus, shard_of
 
@@ -38,13 +39,13 @@ def test_one_rank_shares_memory():
     shard.release()
     assert param.numel() == 0
     assert param.ds_tensor.data_ptr() == address
-    shard.attach()
+    finish([shard])
     assert param.data_ptr() == address
     assert param.shape == (2, 3)
     shard.release()
     shard.convert(torch.bfloat16, torch.device("cpu"))
     assert param.dtype == torch.bfloat16
-    shard.attach()
+    finish([shard])
     assert torch.equal(param, torch.arange(6.0).view(2, 3).bfloat16())
     assert shard.data.data_ptr() == param.data_ptr()
 
@@ -68,10 +69,10 @@ def test_copies():
     assert twin.requires_grad
     assert torch.equal(twin.ds_tensor, torch.tensor([1.0, 2.0, 3.0]))
     assert twin.ds_id != param.ds_id
-    shard_of(twin).attach()
+    finish([shard_of(twin)])
     twin.data.zero_()
     assert torch.equal(param.ds_tensor, torch.tensor([1.0, 2.0, 3.0]))
-    shard_of(param).attach()
+    finish([shard_of(param)])
     whole = copy.deepcopy(param)
     assert whole.ds_status == ZeroParamStatus.AVAILABLE
     assert torch.equal(whole, param)
@@ -84,7 +85,7 @@ def test_copies():
 
 def test_gradients_are_ordinary():
     param = sharded()
-    shard_of(param).attach()
+    finish([shard_of(param)])
     (param * 2).sum().backward()
     assert torch.equal(param.grad, torch.full((3,), 2.0))
     param.grad = torch.zeros(3)
@@ -95,7 +96,7 @@ def test_gradients_are_ordinary():
 
 def test_replaced_data_of_another_shape():
     param = sharded()
-    shard_of(param).attach()
+    finish([shard_of(param)])
     param.data = torch.zeros(2, 2)
     with pytest.raises(UsageError, match=r"\(2, 2\) instead of \(3,\)"):
         shard_of(param).store()
