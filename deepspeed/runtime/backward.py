@@ -64,7 +64,8 @@ class Backward:
         self._running = False
         self._plain_task = -1
         self._scaled_by_user = False
-        self._has_gradients = False
+        self.has_gradients = False
+        """True between a backward and the step that uses its gradients."""
         self._reduce = False
         self.suspended = False
         """While True gradients only accumulate on this rank."""
@@ -74,11 +75,6 @@ class Backward:
         """What updates parameters while backward runs; None: the step does."""
         if listens:
             reducer.announce(self._plain, self._noticed)
-
-    @property
-    def has_gradients(self) -> bool:
-        """True between a backward and the step that uses its gradients."""
-        return self._has_gradients
 
     def run(self, loss: Tensor, *, retain_graph: bool = False, divide: bool = True) -> Tensor:
         """Differentiate `loss`; returns it divided by the number of accumulation steps, without the loss scale."""
@@ -138,7 +134,7 @@ class Backward:
 
     def forget(self) -> None:
         """The gradients were used or dropped."""
-        self._has_gradients = False
+        self.has_gradients = False
         self.unit = 1.0
         self._reducer.forget()
 
@@ -159,10 +155,10 @@ class Backward:
         """Prepare for gradients that are worth `unit`; True if they are to be reduced."""
         if self.updates is not None:
             self.updates.require_first()
-        if self._has_gradients and unit != self.unit:
+        if self.has_gradients and unit != self.unit:
             self._reducer.rescale(self.unit / unit)
         self.unit = unit
-        self._has_gradients = True
+        self.has_gradients = True
         self._accumulation.saw_micro_batch()
         self._reducer.reopen()
         reduce = (self._accumulation.reduces_in_backward or self._reducer.eager) and not self.suspended
@@ -213,7 +209,7 @@ class Backward:
     def _noticed(self) -> None:
         """A gradient has arrived in a user's backward through something else than our outputs."""
         unit = self._plain_unit()
-        if self._has_gradients and unit != self.unit:
+        if self.has_gradients and unit != self.unit:
             raise DeepSpeedError(
                 f"gradients of loss.backward() through a part of the module, worth {unit:g}, meet gradients worth "
                 f"{self.unit:g} in one accumulation window: run all of its backward passes by engine.backward(loss), "
@@ -242,7 +238,7 @@ class Backward:
 
     def expect_gradients(self) -> None:
         """An optimizer step begins: gradients of a backward that nothing has told of are those of a plain one."""
-        if not self._has_gradients:
+        if not self.has_gradients:
             self.unit = self._plain_unit()
 
 

@@ -37,6 +37,10 @@ _OF_ZERO = """
     param_persistence_threshold parameter_alignment prefetch_bucket_size reduce_bucket_size reduce_scatter
     round_robin_gradients save_muon_momentum_buffer_in_memory sub_group_size
 """
+_NAMED_SO_IN_ZERO = """
+    mics_shard_size zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights
+    zero_quantized_weights zeropp_loco_param
+"""
 
 # method → path below the engine's DeepSpeedConfig; `engine.method()` returns the value
 GETTERS: dict[str, str] = {
@@ -44,6 +48,7 @@ GETTERS: dict[str, str] = {
     **{name: f"schema.{name}" for name in _OF_SCHEMA.split()},
     **{f"flops_profiler_{name}": f"schema.flops_profiler.{name}" for name in _OF_FLOPS_PROFILER.split()},
     **{f"zero_{name}": f"schema.zero_optimization.{name}" for name in _OF_ZERO.split()},
+    **{name: f"schema.zero_optimization.{name}" for name in _NAMED_SO_IN_ZERO.split()},
     **{f"autotuning_{name}": f"schema.autotuning.{name}" for name in _OF_AUTOTUNING.split()},
     "autotp_size": "schema.tensor_parallel.autotp_size",
     "bf16_optimizer_states": "schema.bf16.bf16_optimizer_states",
@@ -56,14 +61,8 @@ GETTERS: dict[str, str] = {
     "random_ltd_config": "schema.data_efficiency.data_routing.random_ltd",
     "fp16_enabled": "schema.fp16.enabled",
     "zenflow_config": "schema.zero_optimization.zenflow",
-    "mics_shard_size": "schema.zero_optimization.mics_shard_size",
-    "zero_hpz_partition_size": "schema.zero_optimization.zero_hpz_partition_size",
     "zero_multi_rank_bucket_allreduce": "schema.zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_overlap_comm": "schema.zero_optimization.overlaps_comm",
-    "zero_quantized_gradients": "schema.zero_optimization.zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights": "schema.zero_optimization.zero_quantized_nontrainable_weights",
-    "zero_quantized_weights": "schema.zero_optimization.zero_quantized_weights",
-    "zeropp_loco_param": "schema.zero_optimization.zeropp_loco_param",
     "is_sanity_checks_enabled": "schema.zero_optimization.enable_sanity_checks",
 }
 

@@ -44,7 +44,7 @@ def open_access(parts: Parts, optimizer: Optimizer, states: OptimizerStates, sta
                 owner.slots.append((f"{prefix}.{key}" if prefix else key, module, key, param))
     if owner.older:
         _warn_of_older_engines(owner)
-    stack.callback(_close, parts.module, owner)
+    stack.callback(detach, parts.module.parameters(), owner)  # those that it has then
     return owner
 
 
@@ -59,10 +59,6 @@ def _warn_of_older_engines(owner: StateOwner) -> None:
             "one engine for the model.",
             level=WARNING,
         )
-
-
-def _close(module: nn.Module, owner: StateOwner) -> None:
-    detach(module.parameters(), owner)
 
 
 def _unit(backward: Backward, reducer: GradientReducer) -> float | None:

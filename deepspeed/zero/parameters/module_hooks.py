@@ -27,10 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def hidden(function: F) -> F:
     """The function, hidden from torch.compile; `torch.compiler.disable` would load the compiler, which is slow."""
-    frames: Any = torch._C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    runs_in_python(function)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
@@ -48,8 +45,9 @@ def passed_over(function: F) -> F:
 def runs_in_python(function: Callable[..., Any]) -> None:
     """Where nothing is captured that calls a function, neither is the function itself."""
     frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 _KEY = "_external_params"

@@ -171,9 +171,6 @@ class OptimizerStates:
     def adopt_edits(self) -> None:
         """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
         self.settle()
-        self._adopt_edits()
-
-    def _adopt_edits(self) -> None:
         for group in self.groups:
             group.adopt_edits()
 
@@ -185,7 +182,8 @@ class OptimizerStates:
         """
         self._norms.complete()
         self._finish()
-        self._adopt_edits()
+        for group in self.groups:
+            group.adopt_edits()
         placements = {id(group.placement): group.placement for group in self.groups}
         filled = []
         for placement in placements.values():

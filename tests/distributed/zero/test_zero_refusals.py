@@ -98,9 +98,7 @@ def test_an_edit_that_would_be_lost():
 @shared_ranks(2)
 def test_backwards_that_hooks_do_not_see():
     """Gradients of inputs by torch.func are those of plain PyTorch; what cannot work says what does."""
-    engine, plain = (
-        build(stage, nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))) for stage in (3, 0)
-    )
+    engine, plain = (build(stage, nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))) for stage in (3, 0))
     plain.load_module_state_dict(engine.module_state_dict())
     inputs = torch.arange(12.0).view(2, 6) / 12 + torch.distributed.get_rank()
     for run in (lambda each: torch.vmap(each)(inputs), lambda each: torch.func.jvp(each, (inputs,), (inputs,))[1]):
