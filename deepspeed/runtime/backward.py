@@ -36,8 +36,8 @@ _EMPTY = re.compile(
     r"|(?P<freed>out of bounds for storage of size 0)"
 )
 _UNNOTICED = (
-    "backward needs a parameter that is sharded and was not gathered for it: hooks on outputs do not see the backward of "
-    "what ran inside torch.vmap, torch.func.jvp or torch.func.jacfwd. Run the forward and its backward in `with "
+    "backward needs a parameter that is sharded and was not gathered for it: hooks on outputs do not see the backward "
+    "of what ran inside torch.vmap, torch.func.jvp or torch.func.jacfwd. Run the forward and its backward in `with "
     "deepspeed.zero.GatheredParameters(model.parameters()):`, or train with zero_optimization.stage 2 or lower."
 )
 

@@ -192,8 +192,8 @@ class FetchCoordinator:
             with plain_access():
                 self.schedule.need(use)
             self._keep(use)
-        if use in self._recomputed:
-            self._release_frozen(use)
+        for shard in self._recomputed.pop(use, ()):  # the use holds what it needs by itself now
+            shard.holds -= 1
         if recorded:
             self.keep_until_step(use.shards)
 
@@ -224,11 +224,6 @@ class FetchCoordinator:
             self._recomputed[use] = frozen
             for shard in frozen:
                 shard.holds += 1
-
-    def _release_frozen(self, use: ModuleUse) -> None:
-        """The backward of a module that was recomputed runs: it holds what it needs by itself."""
-        for shard in self._recomputed.pop(use, ()):
-            shard.holds -= 1
 
     def forget_graphs(self) -> None:
         """Parameters are about to change: no graph that was made with them is differentiated any more."""
@@ -277,9 +272,11 @@ class FetchCoordinator:
         """Nothing is needed for a backward any more; False if there was none."""
         if not self.in_backward:
             return False
-        for use, frozen in list(self._recomputed.items()):
-            self._release_frozen(use)
+        for use, frozen in self._recomputed.items():
+            for shard in frozen:
+                shard.holds -= 1
             self.schedule.let_go(frozen, self.schedule.keep.get(use.number, frozenset()))
+        self._recomputed.clear()
         for use, held in list(self._backward.items()):
             self._drop(use, tuple(held))
         self.in_backward = False

@@ -299,8 +299,8 @@ class FetchSchedule:
     def _ask(self, now: _Pass, use: ModuleUse, also: Shard | None = None) -> None:
         if use.number not in self.uses:
             raise UsageError(
-                f"backward came to module {use.name!r}, whose stage-3 hooks were taken off after its forward and put on "
-                "again. Run backward before hooks are removed; to generate between a forward and its backward, use "
+                f"backward came to module {use.name!r}, whose stage-3 hooks were taken off after its forward and put "
+                "on again. Run backward before hooks are removed; to generate between a forward and its backward, use "
                 "deepspeed.zero.unwrap_model_for_generation(engine)."
             )
         more = 0 if also is None else list(self._shards).index(also.number) + 1

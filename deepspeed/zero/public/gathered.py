@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -150,9 +150,6 @@ def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
     sharded = None if parts is None else parts.sharded
     hooks = None if sharded is None else sharded.hooks
     module: nn.Module = model if parts is None else model.module
-    if hooks is None or not hooks.handles:
-        with GatheredParameters(module.parameters()):
-            yield module
-        return
-    with GatheredParameters(module.parameters()), hooks.paused():
+    aside = nullcontext() if hooks is None or not hooks.handles else hooks.paused()
+    with GatheredParameters(module.parameters()), aside:
         yield module
