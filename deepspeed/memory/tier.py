@@ -3,7 +3,7 @@
 [Note: regions rest in the page cache] A region is a part of one shared mapping of the file. Whoever reads or writes it
 as a tensor, a checkpoint for instance, does so through the page cache, which the kernel frees as it needs memory. The
 step goes past the cache: its file engine fills and writes buffers of its own. The kernel keeps both views of the file
-the same as long as nobody uses them at the same time.
+the same as long as they are not used at the same time.
 
 [Note: no name] The file has no name from the beginning, or from before anything is written. So it is private, two jobs
 never meet in a folder, and the system frees its space when the process ends, however it ends.
@@ -81,7 +81,7 @@ class SwapFile:
         return self._taken
 
     def close(self) -> None:
-        """Give the disk its space back once nobody holds a region any more; harmless when repeated."""
+        """Give the disk its space back once no region is held any more; harmless when repeated."""
         self._end()
 
     def _allocate(self, offset: int, size: int) -> None:
@@ -245,5 +245,5 @@ class StateTiers:
     """Of the tier DISK."""
 
 
-AT_HOME = StateTiers()
+ON_DEVICE = StateTiers()
 """Everything lives on the device."""

@@ -164,7 +164,7 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer, Optimizer):
 
     @property
     def _global_grad_norm(self) -> Tensor | float | None:
-        """Of the last step, which clients know by this name; waited for if nobody has yet."""
+        """Of the last step, which clients know by this name; waited for if that was not done yet."""
         return None if self._outcome is None else self._outcome.grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:

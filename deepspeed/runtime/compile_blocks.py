@@ -60,7 +60,7 @@ def compile_module(parts: Parts, options: dict[str, Any]) -> None:
 
 
 def _put_back(block: nn.Module, before: Any) -> None:
-    """A forward that somebody had put on the block itself is there again."""
+    """A forward that was put on the block itself is there again."""
     if before is None:
         block.__dict__.pop("forward", None)
     else:

@@ -1,4 +1,4 @@
-"""Telling listeners and torch's profiler about the phases of a training step, at hardly a cost when nobody looks."""
+"""Telling listeners and torch's profiler about the phases of a training step, at hardly a cost without listeners."""
 
 from __future__ import annotations
 

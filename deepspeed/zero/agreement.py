@@ -52,7 +52,7 @@ class RankAgreement:
     def __init__(self, axis: AxisGroup) -> None:
         self._axis = axis
         self.alone = axis.size == 1 or dist.get_backend(axis.group) == "fake"
-        """Nobody answers but this process."""
+        """Only this process answers."""
         self._flags: Any = None
         self._received: EarlyReceives | None = None
         self.exchanges = 0

@@ -263,7 +263,7 @@ class StateBuilder:
         if zero.stage == 3:
             keep_whole(self.module, self.measure.axis)
         placements = placed(ranks_of, lambda axis: Placement(self.alone, replicate=axis, samples=size))
-        in_buckets = schema.optimizer_in_backward.enabled and size > 1  # gradients that are used up as they land
+        in_buckets = schema.optimizer_in_backward.enabled and size > 1  # gradients that are used up as they are reduced
         if self.optimizer is not None and (self.tiers.away or zero.offloads_optimizer or in_buckets):
             return self._taken(placements, OffloadedGroup)
         return self._in_place(placements)

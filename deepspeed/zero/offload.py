@@ -23,7 +23,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.memory.budget import DEVICE, MOMENTS, PARAMETERS, Spread, TierPlan, Widths, plan_states, show
 from deepspeed.memory.host import host_empty
 from deepspeed.memory.tier import (
-    AT_HOME,
+    ON_DEVICE,
     DeviceStore,
     ElementsPerTier,
     ShareInTier,
@@ -144,7 +144,7 @@ def tiers_of(schema: Schema, budgeted: Budgeted | None, stack: ExitStack) -> Sta
         swap = _swap(schema.memory.path, "memory.path", stack) if budgeted.states.get(Tier.DISK) else None
         return StateTiers(ElementsPerTier(budgeted.states), away=True, tile=tile_of(schema), once=once, swap=swap)
     if offload is None or not zero.offloads_optimizer:
-        return AT_HOME
+        return ON_DEVICE
     tier, swap = _TIERS[offload.device.value], None
     if tier is Tier.DISK:
         swap = _swap(offload.nvme_path, "zero_optimization.offload_optimizer.nvme_path", stack)
@@ -278,7 +278,7 @@ class Budgeted:
 def tile_of(schema: Schema) -> int:
     """Elements that are updated at a time away from the device."""
     zero = schema.zero_optimization
-    return max(int(zero.sub_group_size), 1) if "sub_group_size" in zero.model_fields_set else AT_HOME.tile
+    return max(int(zero.sub_group_size), 1) if "sub_group_size" in zero.model_fields_set else ON_DEVICE.tile
 
 
 def parameters_leave(schema: Schema, module: nn.Module, precision: Precision, axis: AxisGroup) -> bool:

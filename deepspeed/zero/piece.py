@@ -24,7 +24,7 @@ _COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 class StatePiece:
     """The master weight of an interval of one parameter, and the gradient that is being summed for it.
 
-    One-dimensional, but where the interval is all of a parameter that nobody shares: then of its shape.
+    One-dimensional, but where the interval is all of a parameter that is not shared: then of its shape.
     """
 
     name: str
@@ -48,7 +48,7 @@ class StatePiece:
     version: tuple[int, int] = (0, 0)
     """What `_writes` said when the values of the parameter were last known."""
     adopted: int = 0
-    """How often somebody else's values were taken over."""
+    """How often values that others wrote were taken over."""
     chosen: Tensor | None = None
     """Places whose gradients are looked at before they leave the device; see [Note: deferred gradients]."""
     picked: Tensor | None = None

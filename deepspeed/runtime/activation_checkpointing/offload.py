@@ -162,7 +162,7 @@ def size_class(nbytes: int) -> int:
 
 
 class HostPool:
-    """Gives out buffers and keeps up to `limit` that nobody uses; None: as many as were ever used at once."""
+    """Gives out buffers and keeps up to `limit` that are unused; None: as many as were ever used at once."""
 
     def __init__(self, limit: int | None, make: Callable[[int], torch.Tensor]) -> None:
         self._limit = limit
@@ -197,7 +197,7 @@ class HostPool:
         return BufferSlot(buffer[:nbytes].view(dtype), buffer, self._take_back)
 
     def clear(self) -> None:
-        """Let go of every buffer that nobody uses."""
+        """Let go of every unused buffer."""
         self._returned.clear()
         self._free.clear()
         self._sorted = 0
@@ -214,7 +214,7 @@ class HostPool:
             self._sorted += 1
 
     def _drop_oldest(self) -> None:
-        """One unused buffer goes for each new one: sizes that nobody asks for any more do not stay for ever."""
+        """One unused buffer goes for each new one: sizes that are not asked for any more do not stay for ever."""
         for size in list(self._free):
             if self._free[size]:
                 self._free[size].pop()
@@ -317,7 +317,7 @@ class ActivationOffload:
         self._last_turn: weakref.ref[CallGroup] | None = None
         self._newest: deque[weakref.ref[OffloadedTensor]] = deque()
         self._leaving: deque[weakref.ref[OffloadedTensor]] = deque()
-        # Held until the copy is done, also if nobody wants them any more: it would write into memory of others.
+        # Held until the copy is done, also if they are not wanted any more: it would write into memory of others.
         self._coming: list[tuple[PendingCopy, torch.Tensor]] = []
         self.pool = HostPool(pool, self._host_buffer)
         self.stats = CheckpointActivationOffloadStats()

@@ -52,7 +52,7 @@ def layer_class() -> Any:
 
 
 class LayerMarker:
-    """Wraps the call of Transformers' checkpointed layers while anybody wants marks, or from `install` on for good."""
+    """Wraps the call of Transformers' checkpointed layers while marks are wanted, or from `install` on for good."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class LayerMarker:
             self._users -= 1
             layer = layer_class()
             if self._users == 0 and layer is not None and self._wrapper is not None:
-                if layer.__call__ is self._wrapper:  # else somebody wrapped it once more, and ours does nothing
+                if layer.__call__ is self._wrapper:  # else it was wrapped once more, and ours does nothing
                     layer.__call__ = self._wrapper.__wrapped__
                 self._wrapper = None
 

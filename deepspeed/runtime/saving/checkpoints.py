@@ -131,7 +131,7 @@ def plain_copy(
     try:
         yield copy, name
         with exchange.meeting(what) as meeting:
-            meeting.gather({})  # nobody reads any more
+            meeting.gather({})  # no rank reads any more
     finally:
         shutil.rmtree(copy, ignore_errors=True)
 
@@ -233,7 +233,7 @@ class Checkpoints:
         return finished
 
     def _look(self, save_dir: object, tag: object, run: RunState) -> dict[str, Any]:
-        """What this rank has to save; refuses what it cannot do, before anybody writes."""
+        """What this rank has to save; refuses what it cannot do, before any rank writes."""
         self.must_be_whole("save_checkpoint")
         check_directory(save_dir, "save_dir")
         check_tag(tag)

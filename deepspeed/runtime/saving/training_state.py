@@ -128,7 +128,7 @@ def _listed(group: ShardGroup, parts: Parts) -> ListedGroup:
 
 
 def settle_edits(parts: Parts) -> None:
-    """Let masters and shards follow what somebody wrote into the parameters."""
+    """Let masters and shards follow what was written into the parameters."""
     if parts.states is not None:
         parts.states.adopt_edits()
     for param in parts.module.parameters():

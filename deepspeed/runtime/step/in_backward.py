@@ -148,7 +148,7 @@ class InBackward:
             self._factor *= float(clip_coefficient(torch.tensor(last), self._clipping))
 
     def finish(self) -> None:
-        """The backward is over: what waited is updated, on several ranks what has landed."""
+        """The backward is over: what waited is updated, on several ranks what was reduced."""
         if not self._armed:
             return
         self._armed = False
@@ -212,7 +212,7 @@ class InBackward:
         self._gone.add(id(param))
         return True
 
-    def landed(self, params: Sequence[nn.Parameter]) -> None:
+    def reduced(self, params: Sequence[nn.Parameter]) -> None:
         """Update what this rank owns of these."""
         for param in params:
             piece = self._pieces.get(id(param))

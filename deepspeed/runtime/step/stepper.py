@@ -117,7 +117,7 @@ class StepOutcome:
 
     @property
     def grad_norm(self) -> Norm:
-        """The norm, before clipping and without the loss scale; waited for if nobody has yet."""
+        """The norm, before clipping and without the loss scale; waited for if that was not done yet."""
         return self.norm.wait()
 
 
@@ -162,7 +162,7 @@ class Stepper:
             return StepOutcome(False, Pending(None), self.scale.value, self.scale.value, empty=True)
         device = self.states.device
         ahead = not self.states.away and self.clip is None and steps_ahead(self.optimizer, device)
-        one_pass = (ahead and in_one_pass(self.optimizer, device)) or self._narrow_at_home(device)
+        one_pass = (ahead and in_one_pass(self.optimizer, device)) or self._narrow_on_device(device)
         one_pass = one_pass and self.states.in_place and self.clip is None
         self.states.take_gradients(narrow=one_pass, measure=self.report_norm or self._judges or bool(self.states.away))
         before = self.scale.value
@@ -199,7 +199,7 @@ class Stepper:
     def _norm_later(self) -> Pending[Norm]:
         """The same where nothing depends on it, after the update.
 
-        The host goes on without it. The stream of a device waits for it here, which keeps nobody: so streams that are
+        The host goes on without it. The stream of a device waits for it here, which delays nothing: so streams that are
         ordered behind the step see it.
         """
         if not self.report_norm:
@@ -224,7 +224,7 @@ class Stepper:
             return self._norm_later(), overflow
         return Pending(norm if known is None else known), overflow
 
-    def _narrow_at_home(self, device: torch.device) -> bool:
+    def _narrow_on_device(self, device: torch.device) -> bool:
         """Whether what stays on the device, where not all does, is updated from gradients as they came.
 
         So it takes no more there than was planned. Tiles that hold both kinds are updated in the host's way.

@@ -106,7 +106,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 class GivenAxis(AxisGroup):
-    """The ranks of a process group that somebody else made."""
+    """The ranks of a process group that was made elsewhere."""
 
     __slots__ = ()
 

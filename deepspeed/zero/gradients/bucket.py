@@ -1,7 +1,7 @@
-"""Gradients that travel together: their layout for the ranks that own parts, buckets in flight, where they land.
+"""Gradients that travel together: their layout for the ranks that own parts, buckets in flight, and their sums.
 
-The oldest bucket is landed before another one is packed. On a device packing happens on the stream that computes,
-reduction and landing on a second one; the memory of a bucket returns when the first has waited for its landing.
+The oldest bucket is unpacked before another one is packed. On a device packing happens on the stream that computes,
+reduction and unpacking on a second one; the memory of a bucket returns when the first has waited for its unpacking.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Bucket:
         ]
         return torch._chunk_cat(as_they_are, 0, self._world).view(-1)
 
-    def land(self, mine: Tensor) -> None:
+    def unpack(self, mine: Tensor) -> None:
         """Add what came to the pieces of this rank; not seen by autograd."""
         if not self.cuts:
             return
@@ -133,7 +133,7 @@ class Bucket:
 
     @property
     def leaves(self) -> bool:
-        """True if some of it lands in host memory, of which the device alone knows when it is there."""
+        """True if some of it goes to host memory, of which the device alone knows when it is there."""
         return any(piece.home is not None and piece.home.device != self.device for piece, _ in self.cuts)
 
     def _lay_even(self) -> None:
@@ -259,25 +259,25 @@ _LARGE = 128 << 20  # bytes of a bucket of which one in flight keeps any link bu
 class _SentBucket:
     bucket: Bucket
     memory: Tensor
-    """What was sent; kept until the stream that packed it has waited for the landing."""
+    """What was sent; kept until the stream that packed it has waited for the unpacking."""
     pending: Pending[Tensor] | None
     flags: Pending[Tensor] | None = None
     """What ranks say of its gradients; see `BucketsInFlight`."""
-    landed: Any = None
-    """The device's event after landing."""
+    unpacked: Any = None
+    """The device's event after unpacking."""
 
 
 class BucketsInFlight:
-    """Sends buckets and lands them, in order."""
+    """Sends buckets and unpacks what comes back, in order."""
 
-    def __init__(self, landed: Callable[[Bucket, Pending[Tensor]], None]) -> None:
-        """`landed` is called with each bucket that has arrived and of which ranks were asked something."""
-        self._landed = landed
+    def __init__(self, reduced: Callable[[Bucket, Pending[Tensor]], None]) -> None:
+        """`reduced` is called with each bucket that has arrived and of which ranks were asked something."""
+        self._reduced = reduced
         self._buckets: list[Bucket] = []
         self._in_flight: deque[_SentBucket] = deque()
         self._side_stream: dict[torch.device, SideStream] = {}
         self._carried: Any = None
-        """The device's event after the last landing in host memory that nobody has waited for."""
+        """The device's event after the last unpacking into host memory that was not waited for."""
 
     def carry(self, buckets: Sequence[Sequence[BucketEntry]]) -> None:
         """These leave from now on."""
@@ -291,7 +291,7 @@ class BucketsInFlight:
         bucket = self._buckets[place]
         allowed = 1 if bucket.device.type == "cpu" or bucket.nbytes > _LARGE else 2
         while len(self._in_flight) >= allowed:
-            self._land_oldest()
+            self._finish_oldest()
         packed, had = bucket.pack()
         flags = ask()
         side = self._side_stream.get(bucket.device)
@@ -300,18 +300,18 @@ class BucketsInFlight:
         with comm.labelled(label(bucket.entries)), side:
             sent = _SentBucket(bucket, packed, bucket.reduction.start(packed, bucket.share), flags)
             if side.device:
-                self._land(sent)
-                sent.landed = side.record()
+                self._unpack(sent)
+                sent.unpacked = side.record()
                 if bucket.leaves:
-                    self._carried = sent.landed
+                    self._carried = sent.unpacked
         self._in_flight.append(sent)
         return had
 
     @torch.no_grad()
-    def land(self) -> None:
+    def wait(self) -> None:
         """All that was sent lies with its owners; what left the device is there for the host to read."""
         while self._in_flight:
-            self._land_oldest()
+            self._finish_oldest()
         if self._carried is not None:
             self._carried.synchronize()
             self._carried = None
@@ -319,22 +319,22 @@ class BucketsInFlight:
     def drop(self) -> None:
         """After a backward that failed: the others may never come for the rest of it."""
         for sent in self._in_flight:
-            if sent.landed is not None:
-                sent.landed.wait()
+            if sent.unpacked is not None:
+                sent.unpacked.wait()
         self._in_flight.clear()
 
-    def _land(self, sent: _SentBucket) -> None:
+    def _unpack(self, sent: _SentBucket) -> None:
         pending, sent.pending = sent.pending, None
         if pending is not None:
-            sent.bucket.land(pending.wait())
+            sent.bucket.unpack(pending.wait())
 
-    def _land_oldest(self) -> None:
+    def _finish_oldest(self) -> None:
         sent = self._in_flight.popleft()
-        self._land(sent)
-        if sent.landed is not None:
-            sent.landed.wait()  # the stream that computes waits, not the host
+        self._unpack(sent)
+        if sent.unpacked is not None:
+            sent.unpacked.wait()  # the stream that computes waits, not the host
         if sent.flags is not None:
-            self._landed(sent.bucket, sent.flags)
+            self._reduced(sent.bucket, sent.flags)
 
 
 def late_packs(entries: Sequence[BucketEntry], limit: int) -> Iterator[list[BucketEntry]]:
@@ -368,7 +368,7 @@ class LateMean:
         with comm.labelled(f"gradients of equal shards, {entries[0].name} … {entries[-1].name}"):
             self._work = comm.all_reduce(self._flat, group=axis.group, async_op=True)
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Wait for it and make it the gradients."""
         if self._work is not None:
             self._work.wait()

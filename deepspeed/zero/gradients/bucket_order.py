@@ -72,7 +72,7 @@ class BucketOrder:
         self._go = go
         self._budget = budget
         self._end = len(buckets) - kept
-        self._home = {each: place for place, bucket in enumerate(buckets) for each in bucket}
+        self._place = {each: place for place, bucket in enumerate(buckets) for each in bucket}
         self._missing: list[int] = []
         self._left: dict[int, int] = {}
         self.next = len(buckets)
@@ -107,25 +107,25 @@ class BucketOrder:
 
     def expect(self, counts: Mapping[int, int] | None) -> None:
         """A backward begins in which each parameter arrives so often; None: each once."""
-        self._left = dict.fromkeys(self._home, 1) if counts is None else dict(counts)
+        self._left = dict.fromkeys(self._place, 1) if counts is None else dict(counts)
         missing = [0] * len(self._buckets)
         for each, count in self._left.items():
-            if each in self._home:
-                missing[self._home[each]] += count
+            if each in self._place:
+                missing[self._place[each]] += count
         self._missing = [count or _NEVER for count in missing]
         self.next = 0
         self.sequence = []
         self.forced = self.blocked = 0
-        self._here = {each for each in self._here if each in self._home}
+        self._here = {each for each in self._here if each in self._place}
 
     def place_of(self, each: int) -> int:
         """The bucket that it belongs to."""
-        return self._home[each]
+        return self._place[each]
 
     def arrive(self, each: int) -> bool:
         """A gradient is there, or is added to one that is; False if its bucket had left, so that it is late."""
         self.sequence.append(each)
-        place = self._home[each]
+        place = self._place[each]
         if place < self.next:
             self.late.add(each)
             return False

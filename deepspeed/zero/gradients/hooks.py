@@ -44,7 +44,7 @@ class GradientHooks:
         self.clock: FetchSchedule | None = None
         """Where the pass is; if there is one, buckets leave when it says so and not when they are complete."""
         self.notice: Callable[[], None] | None = None
-        """Called when a gradient arrives in a backward that nobody has announced."""
+        """Called when a gradient arrives in a backward that was not announced."""
         self.inside = False
         """A backward runs that was announced."""
         self.armed = False

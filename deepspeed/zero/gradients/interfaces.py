@@ -2,7 +2,7 @@
 
 [Note: gradients that are used up] Who updates parameters while backward runs may do so only once their gradients are
 whole. So each bucket is followed by a flag per gradient between hosts: on this rank nothing more comes. A gradient of
-which all ranks say so is handed over when it has landed; the others wait for the agreement before the step.
+which all ranks say so is handed over when it is reduced; the others wait for the agreement before the step.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class GradientGroup(Protocol):
 
 
 class GradientConsumer(Protocol):
-    """What uses gradients up as they land, so that they never exist all at once."""
+    """What uses gradients up as they are reduced, so that they never exist all at once."""
 
     def arrived(self, param: nn.Parameter) -> None:
         """A gradient came on this rank; it has not left yet."""
@@ -89,5 +89,5 @@ class GradientConsumer(Protocol):
     def leaves_whole(self, param: nn.Parameter) -> bool:
         """True if what leaves now is all that this rank has of a gradient; asked once for each time that it leaves."""
 
-    def landed(self, params: Sequence[nn.Parameter]) -> None:
+    def reduced(self, params: Sequence[nn.Parameter]) -> None:
         """The gradients of these are whole, of all ranks, and lie with their owners."""

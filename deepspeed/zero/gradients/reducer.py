@@ -50,7 +50,7 @@ class ReductionSettings:
     overlap: bool = True
     """Let backward go on while gradients travel."""
     strict: bool = False
-    """The user sized the buckets. On a host, where what comes needs as much memory as what goes, one lands at once."""
+    """The user sized the buckets. On a host, where as much comes as goes, one is waited for at once."""
     early: bool = True
     """Send while backward runs."""
 
@@ -110,7 +110,7 @@ class GradientReducer:
         self.buckets: list[list[BucketEntry]] = []
         """Gradients that travel together, in the order of leaving; none where no other rank has any."""
         self._in_flight: BucketsInFlight | ReplicatedInFlight = (
-            BucketsInFlight(self._landed) if replicated is None else ReplicatedInFlight()
+            BucketsInFlight(self._reduced) if replicated is None else ReplicatedInFlight()
         )
         self._consumer: GradientConsumer | None = None
         self._flags: tuple[bool, ...] = ()
@@ -168,7 +168,7 @@ class GradientReducer:
         return self.replicated is not None and self.replicated.alone
 
     def use_up(self, consumer: GradientConsumer) -> None:
-        """Hand gradients over as they land, on all ranks together."""
+        """Hand gradients over as they are reduced, on all ranks together."""
         assert self._agreement is not None, "gradients that are summed in place are not used up"
         self._agreement.prepare_flags()
         self._consumer, self._flags = consumer, ()
@@ -290,7 +290,7 @@ class GradientReducer:
         if self.hooks.armed or self.hooks.dirty or (self.replicated is not None and self._absent is None):
             self.hooks.settle()
             self._absent = None
-        self.land()
+        self.wait()
         if self._absent is None:
             self._agree()
 
@@ -321,7 +321,7 @@ class GradientReducer:
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
         """Multiply every gradient that is held, whole or in pieces."""
-        self.land()
+        self.wait()
         pieces = [piece for group in self._groups() for piece in group.pieces]
         held = [piece.gradient for piece in pieces]
         for piece in pieces:
@@ -393,21 +393,21 @@ class GradientReducer:
         bucket = self.buckets[place]
         self._had.update(self._in_flight.send(place, partial(self._ask_whole, bucket)))
         if not self._ways.overlap or (self._ways.strict and bucket[0].device.type == "cpu"):
-            self.land()
+            self.wait()
 
     def _ask_whole(self, bucket: Sequence[BucketEntry]) -> Pending[Tensor] | None:
         if self._consumer is None or self._agreement is None:
             return None
         return self._agreement.begin_flags([self._consumer.leaves_whole(entry.param) for entry in bucket])
 
-    def _landed(self, bucket: Bucket, flags: Pending[Tensor]) -> None:
-        assert self._consumer is not None, "somebody asked"
+    def _reduced(self, bucket: Bucket, flags: Pending[Tensor]) -> None:
+        assert self._consumer is not None, "ranks were asked"
         answers = zip(bucket.entries, flags.wait().tolist(), strict=True)
-        self._consumer.landed([entry.param for entry, whole in answers if whole])
+        self._consumer.reduced([entry.param for entry, whole in answers if whole])
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """What is on its way has arrived; late gradients still wait for `finish`."""
-        self._in_flight.land()
+        self._in_flight.wait()
 
     # ---- what ranks agree upon
 
@@ -446,7 +446,7 @@ class GradientReducer:
             self._launch(place)
         if late and self._passes is not None:
             self._passes.schedule.retrace()
-        self.land()
+        self.wait()
         self._absent = frozenset(range(count)) - had
         self._average_copies()
         if order is not None:
@@ -464,9 +464,9 @@ class GradientReducer:
         for pieces in late_packs(kept, self._ways.limit):
             flying.append(LateMean(pieces))
             if len(flying) > 1:
-                flying.pop(0).land()
+                flying.pop(0).wait()
         for mean in flying:
-            mean.land()
+            mean.wait()
 
     def _exchange(self, words: Sequence[int], what: str) -> Tensor:
         """What all ranks say with STEP before it; an error on all of them if one does something else."""

@@ -203,7 +203,7 @@ class ReplicatedBucket:
             holder.grad = None
 
     @torch.no_grad()
-    def land(self) -> None:
+    def wait(self) -> None:
         """Wait for it and hand its gradients back."""
         sums = [pending.wait() for pending in self._pending]
         if self._narrowed:
@@ -248,13 +248,13 @@ class ReplicatedInFlight:
 
     def send(self, place: int, ask: object = None) -> list[int]:
         """A bucket leaves; its numbers tell who had a gradient, so nothing is returned."""
-        self._land_what_came()
+        self._finish_completed()
         bucket = self._buckets[place]
         bucket.send()
         self._in_flight.append(bucket)
         return []
 
-    def _land_what_came(self) -> None:
+    def _finish_completed(self) -> None:
         """Let go of copies whose sums are there.
 
         It never waits: a rank that is ahead must not, inside of backward, since the others may need it to go on. For
@@ -264,14 +264,14 @@ class ReplicatedInFlight:
             if not bucket.arrived:
                 return
             if all(bucket.had):
-                bucket.land()
+                bucket.wait()
                 self._in_flight.remove(bucket)
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """All that was sent is summed."""
         flying, self._in_flight = self._in_flight, []
         for bucket in flying:
-            bucket.land()
+            bucket.wait()
 
     def drop(self) -> None:
         """After a backward that failed: the others may never come for the rest of it."""

@@ -48,7 +48,7 @@ class FetchCoordinator:
         self.inputs_only = False
         """A backward computes the gradients of inputs alone: modules are through when theirs are known."""
         self.notice: Callable[[], None] | None = None
-        """Called when a backward begins that nobody has announced."""
+        """Called when a backward begins that was not announced."""
         self.bring: Callable[[], None] | None = None
         """Brings back parameters that stay whole and were let go, before a pass."""
         self.shapes: WholeShapes | None = None

@@ -280,7 +280,7 @@ class FetchSchedule:
         return self._agreement.exchange([code, ready, forced, 2 * more + outdated], what)
 
     def _serve(self, now: _Pass) -> bool:
-        """Take part in what other ranks still need; True if anybody needed anything."""
+        """Take part in what other ranks still need; True if any needed anything."""
         asked = False
         while True:
             said = self._say(DONE, f"end of a {now.key[0]} pass")

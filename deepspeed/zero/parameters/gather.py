@@ -40,7 +40,7 @@ class GatherFor(Enum):
     STEP = "step"
     """An optimizer step has updated them."""
     ACCESS = "access"
-    """Somebody reads or writes them: a user, a checkpoint, `Init`."""
+    """They are read or written: by a user, a checkpoint, `Init`."""
 
 
 T = TypeVar("T")
@@ -265,7 +265,7 @@ def spread(shards: Sequence[Shard], source: int = 0) -> None:
 
 
 def release(shards: Iterable[Shard]) -> None:
-    """Let go of those that nobody holds and that need not stay whole."""
+    """Let go of those that no use holds and that need not stay whole."""
     for shard in shards:
         if shard.whole and not shard.persistent and not shard.holds:
             shard.release()

@@ -105,7 +105,7 @@ def _by_part(shard: Shard) -> Cut:
 
 
 def near_copies(shards: Sequence[Shard], size: int) -> NearCopies | None:
-    """Let runs of `size` neighbours on each axis keep copies; None if nobody does. All ranks call it together."""
+    """Let runs of `size` neighbours on each axis keep copies; None if none do. All ranks call it together."""
     copies, near = NearCopies(), dict[AxisGroup, AxisGroup | None]()
     for shard in shards:
         axis, shard.near = shard.axis, None

@@ -149,9 +149,9 @@ class FileChunks:
         part.ticket = self._engine.read(self._swap.path, part.filled, part.offset)
         return True
 
-    def land(self, part: _Part) -> None:
+    def finish(self, part: _Part) -> None:
         """Wait for a read and send what came to the device."""
-        assert part.ticket is not None, "only what was begun lands"
+        assert part.ticket is not None, "only what was begun finishes"
         part.ticket.wait()
         if part.buffer is not None:
             with self._side_stream.again():
@@ -206,7 +206,7 @@ class ChunkRead:
         while self._flying or self._waiting:
             if not self._flying:  # those that have the buffers are waited for later than this one
                 self._begin(must=True)
-            self._files.land(self._flying.popleft())
+            self._files.finish(self._flying.popleft())
             self._begin()
         self._files.done()
 

@@ -1,7 +1,7 @@
 """`WholeShapes`: for a while parameters that are let go keep their shapes, without memory.
 
 A compiled graph takes parameters as inputs of the shapes that they had when it was captured, and gathers them itself.
-Outside of such a while a parameter that is not whole is empty, so that nobody reads memory that is not there.
+Outside of such a while a parameter that is not whole is empty, so that no code reads memory that is not there.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class Shard:
         self.refit(self.dtype)
 
     @torch.no_grad()
-    def come_home(self) -> None:
+    def return_to_device(self) -> None:
         """Let the chunk live on the device from now on; only while the parameter is not whole."""
         self.stored = torch.empty_like(self.stored, device=self.device).copy_(self.stored)
         self.remote, self.alone = None, self.axis.size == 1 and self.codec is None
@@ -247,7 +247,7 @@ class Shard:
         self.whole = False
 
     def reclaim(self) -> bool:
-        """If somebody replaced the parameter's data instead of writing into it, write it; True if so."""
+        """If a script replaced the parameter's data instead of writing into it, write it; True if so."""
         return reclaim(self.name, self.param, self.full)
 
     @property

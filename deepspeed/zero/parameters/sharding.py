@@ -39,7 +39,7 @@ def shard_module(module: nn.Module, axes: ShardAxes, remotes: ChunkTiers | None 
             if shard.numel and not shard.alone:
                 shard.release()
         elif shard.axis is not axis:
-            _rehome(name, shard, axis)
+            _use_axis(name, shard, axis)
             shard.replicas = replicas
         if shard.remote is not remote or (remotes is not None and shard.stored.device != shard.device):
             _move(shard, remote)
@@ -53,7 +53,7 @@ def _move(shard: Shard, remote: ChunkTier | None) -> None:
     if shard.whole and shard.numel:
         shard.release()
     if remote is None:
-        shard.come_home()
+        shard.return_to_device()
     else:
         shard.leave(remote)
         spread_class(shard.param)
@@ -114,7 +114,7 @@ def numel_of(param: nn.Parameter) -> int:
     return param.numel() if shard is None else shard.numel
 
 
-def _rehome(name: str, shard: Shard, axis: AxisGroup) -> None:
+def _use_axis(name: str, shard: Shard, axis: AxisGroup) -> None:
     if shard.axis.ranks != axis.ranks:
         raise UsageError(
             f"{name} was constructed in shards over the ranks {list(shard.axis.ranks)}, but the engine spreads it over "

@@ -127,7 +127,7 @@ class GatheredParameters:
 
 
 def _is_changed(shard: Shard, version: int, kept: Tensor | None) -> bool:
-    """True if the values were written since `version`, and nobody else will keep them.
+    """True if the values were written since `version`, and nothing else will keep them.
 
     Some code writes past every counter. Without a copy of the whole, this rank's chunk shows most of that.
     """

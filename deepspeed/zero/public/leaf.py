@@ -119,7 +119,7 @@ def mark_expert_blocks(model: nn.Module) -> list[nn.Module]:
     """Mark every block that keeps several experts of one class in a list or dict called `experts`; returns them.
 
     Which of them a rank uses depends on its tokens, so that ranks would have to ask each other for every expert. What
-    somebody marked, or said not to be one, stays as it is; so does the model itself, which is no block.
+    a script marked, or said not to be one, stays as it is; so does the model itself, which is no block.
     """
     found = []
     for module in model.modules():

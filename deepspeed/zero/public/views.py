@@ -1,4 +1,4 @@
-"""Attributes of DeepSpeed's own ZeRO optimizers, computed when somebody reads them. Nothing inside reads these.
+"""Attributes of DeepSpeed's own ZeRO optimizers, computed when they are read. Nothing inside reads these.
 
 What is flat there lies in pieces here, so that most views are copies: good for looking, without effect when written.
 """
@@ -36,7 +36,7 @@ def _gradients(states: OptimizerStates, optimizer: Optimizer) -> dict[int, list[
     They are there between the reduction and the step.
     """
     if states.reducer is not None:
-        states.reducer.land()
+        states.reducer.wait()
     found = enumerate(group.gradients() for group in states.groups)
     kept = {number: [g.reshape(-1) for g in grads if g is not None] for number, grads in found}
     return {number: grads for number, grads in kept.items() if grads}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.fragments import ContiguousLayout, FlatLayout, StripedLayout
-from deepspeed.memory.tier import AT_HOME, StateTiers
+from deepspeed.memory.tier import ON_DEVICE, StateTiers
 from deepspeed.ops.moments import MomentKeeper
 from deepspeed.zero.gradients.interfaces import BucketEntry, ReductionOf
 from deepspeed.zero.parameters import gather as fetch
@@ -47,7 +47,7 @@ class Dtypes:
     master: torch.dtype
     accumulate: torch.dtype
     reduce: torch.dtype
-    tiers: StateTiers = AT_HOME
+    tiers: StateTiers = ON_DEVICE
     """And in which tier."""
     kept: bool = True
     """Memory for gradients is kept between steps where there would be much to allocate; else it comes and goes."""
@@ -165,7 +165,7 @@ class ShardGroup:
         raise TypeError(f"{type(self).__name__} holds no parameters")
 
     def adopt_edits(self) -> None:
-        """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
+        """Take over parameters that were written since the last step, instead of undoing that silently."""
         places = enumerate(self.params) if self.published else ()
         moved = {id(param) for place, param in places if self.reclaim(place)}
         for piece in self.pieces:
@@ -493,11 +493,11 @@ class StripedGroup(ShardGroup):
             self._held.append((shard, piece))
         lasting = {id(shard.param) for shard in self.shards if shard.persistent}
         # The states of what stays whole on the device stay there, too: it is small, and all ranks meet for it.
-        move_out([piece for piece in self.pieces if id(piece.param) in lasting], replace(dtypes, tiers=AT_HOME))
+        move_out([piece for piece in self.pieces if id(piece.param) in lasting], replace(dtypes, tiers=ON_DEVICE))
         move_out([piece for piece in self.pieces if id(piece.param) not in lasting], dtypes)
 
     def adopt_edits(self) -> None:
-        """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
+        """Take over parameters that were written since the last step, instead of undoing that silently."""
         with plain_access():
             for shard, piece in self._held:
                 if shard.persistent and shard.edited:

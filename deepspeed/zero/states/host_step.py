@@ -1,7 +1,7 @@
 """Steps of tiles away from the device: by the host, or by the device with states that come over the bus.
 
 Both work at once, two tiles on their way at a time. A few tiles, which the next forward needs first, may stay on the
-device with their gradients; their states go to the host when somebody asks for them.
+device with their gradients; their states go to the host when they are asked for.
 
 [Note: a step of the host] Gradients and hyperparameters are those of the moment at which the step began: the worker has
 an optimizer of its own that shares only the states. Whoever needs a parameter, a state or the memory of a gradient
@@ -257,7 +257,7 @@ class HostStep:
         stay = None if any(turn.before for turn in turns) else can_stream(turns, optimizer, device)
         self._staying, others = [], list(turns)
         if stay is None:
-            self._bring_home(turns)
+            self._bring_back(turns)
         else:
             self._streamer = self._streamer or StateStreamer(device, 0 if self._defers else stay)
             self._staying, others = self._streamer.choose_staying(turns)
@@ -270,7 +270,7 @@ class HostStep:
         else:
             self._run(others, optimizer, factor)
 
-    def _bring_home(self, turns: Sequence[TileUpdate]) -> None:
+    def _bring_back(self, turns: Sequence[TileUpdate]) -> None:
         """The device keeps no states from now on, and no gradients."""
         if self._streamer is None:
             return

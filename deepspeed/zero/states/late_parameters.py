@@ -1,4 +1,4 @@
-"""Parameters whose update is still on its way: whoever uses one waits for it, and nobody else does.
+"""Parameters whose update is still on its way: what uses one waits for it, and nothing else does.
 
 [Note: late parameters] Until its new values are queued on the device, a parameter has another class: any function of
 torch that is given it, and any attribute that reads its values, waits first. Modules wait for their own parameters
@@ -32,7 +32,7 @@ class PendingUpdate(Protocol):
         """Return when the new values are where the parameter is used, or queued there."""
 
     def settle(self) -> None:
-        """As `wait`; and nobody uses the memory of states and gradients any more."""
+        """As `wait`; and nothing uses the memory of states and gradients any more."""
 
 
 class LateParameter:

@@ -158,7 +158,7 @@ class PendingNorm:
             self._kept[-1].wait()
 
     def close(self) -> None:
-        """As `complete`, for good: a failure is only logged, since nobody asks any more."""
+        """As `complete`, for good: a failure is only logged, since nothing asks any more."""
         self._end()
 
 

@@ -44,7 +44,7 @@ class StateOwner:
 
     find: Callable[[nn.Parameter], ParameterState | None]
     adopt: Callable[[], None]
-    """Let masters follow parameters that somebody wrote."""
+    """Let masters follow parameters that were written."""
     optimizer: Optimizer
     unit: Callable[[], float | None]
     """What gradients that are held have to be multiplied by; None if there are none. Reduces them first."""

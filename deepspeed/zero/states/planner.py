@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.fragments import round_robin
-from deepspeed.memory.tier import AT_HOME, StateTiers
+from deepspeed.memory.tier import ON_DEVICE, StateTiers
 from deepspeed.precision.policy import Precision
 from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.parameters.sharding import numel_of
@@ -39,7 +39,7 @@ class GroupPlanner:
     """For a placement, and gradients of which only touched rows of so many elements travel; 0: all of it."""
     make: Make | None = None
     """How a group is made; None: what the optimizer updates are the parameters themselves, or whole masters."""
-    tiers: StateTiers = AT_HOME
+    tiers: StateTiers = ON_DEVICE
     """Where states live."""
     apart: Callable[[nn.Parameter], bool] = lambda _: False
     """Parameters of which it says otherwise than of others have groups of their own."""
@@ -101,7 +101,7 @@ class GroupPlanner:
         reduce = self.travels.get(param, param.dtype if kept else precision.reduce)
         accumulate = param.dtype if kept else precision.accumulate
         master = precision.master if param.is_floating_point() else param.dtype
-        tiers = self.tiers if param.is_floating_point() else AT_HOME
+        tiers = self.tiers if param.is_floating_point() else ON_DEVICE
         return Dtypes(master, accumulate, reduce, tiers, kept=not self.schema.optimizer_in_backward.enabled)
 
     def _ordered(self, members: list[Named], placement: Placement) -> list[Named]:

@@ -124,7 +124,7 @@ class OptimizerStates:
         """Whole gradients that stay on this rank, which the optimizer uses in place of those of its pieces."""
         self.reducer: GradientReducer | None = None
         self.compiled = False
-        """The model runs compiled, where nobody looks whether a parameter is late."""
+        """The model runs compiled, where nothing looks whether a parameter is late."""
         self.absent = ""
         """What to say to whoever needs states that are elsewhere for a while."""
         self.returning: Callable[[], None] | None = None
@@ -169,7 +169,7 @@ class OptimizerStates:
         return param if held is None or held.master is None else held.master
 
     def adopt_edits(self) -> None:
-        """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
+        """Take over parameters that were written since the last step, instead of undoing that silently."""
         self.settle()
         for group in self.groups:
             group.adopt_edits()
@@ -199,7 +199,7 @@ class OptimizerStates:
     def gradient_norm(self) -> Tensor:
         """The norm of the reduced gradients that the next step will use, which stay where they are."""
         if self.reducer is not None:
-            self.reducer.land()
+            self.reducer.wait()
         measure, found = self._measure, []
         if terms := self._local_terms():
             return total_norm(terms, measure, self.device).wait()
@@ -218,9 +218,9 @@ class OptimizerStates:
     @property
     def in_place(self) -> bool:
         """True if an update of masters on the device can write the model's weights, too: both are on one device."""
-        return all(piece.master.device == piece.source.device for piece in self._at_home())
+        return all(piece.master.device == piece.source.device for piece in self._on_device())
 
-    def _at_home(self) -> Iterator[StatePiece]:
+    def _on_device(self) -> Iterator[StatePiece]:
         """Pieces whose states live where the parameter does."""
         return (piece for group in self.groups for piece in group.pieces if not piece.away)
 
@@ -247,7 +247,7 @@ class OptimizerStates:
         return found
 
     def end_norm(self) -> None:
-        """The last norm is found, if nobody has asked for it, or its failure logged; there is no other one."""
+        """The last norm is found, if it was not asked for, or its failure logged; there is no other one."""
         self._norms.close()
 
     def norm_of(self, squares: Mapping[tuple[Placement, int], Tensor]) -> Tensor:
@@ -307,7 +307,7 @@ class OptimizerStates:
         """Update tiles on the device."""
         try:
             if one_pass:
-                optimizer.one_pass = one_pass_over(list(self._at_home()), self.group_of, factor)  # type: ignore[attr-defined]
+                optimizer.one_pass = one_pass_over(list(self._on_device()), self.group_of, factor)  # type: ignore[attr-defined]
             for each in tiles:
                 choose(optimizer, each)
                 optimizer.step()
@@ -363,7 +363,7 @@ class OptimizerStates:
         """What a step left behind is done: states, gradients and parameters are those after it."""
         self._finish()
         for arena in self._arenas():
-            arena.bring_home()
+            arena.bring_back()
         if self.deferral is not None:
             self.deferral.give_back()
 

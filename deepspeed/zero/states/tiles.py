@@ -230,9 +230,9 @@ class OffloadedTile:
         self.sizes = [piece.source.numel() for piece in pieces]
         self.numel = sum(self.sizes)
         self.turn: PendingUpdate | None = None
-        """The last step's update, of which nobody knows yet whether it is done."""
+        """The last step's update, of which it is not known yet whether it is done."""
         self.mirrored = False
-        """What lies in the rooms lies on the device, too, there perhaps newer: see `bring_home` and `claim`."""
+        """What lies in the rooms lies on the device, too, there perhaps newer: see `bring_back` and `claim`."""
         self.ahead: Callable[[], None] | None = None
         """Brings what the device made of the states into the rooms; None: it is there."""
         self.swap = swap
@@ -276,7 +276,7 @@ class OffloadedTile:
             turn, self.turn = self.turn, None
             turn.settle()
 
-    def bring_home(self) -> None:
+    def bring_back(self) -> None:
         """The rooms hold the states as the last step made them: to be called before they are read."""
         if self.ahead is not None:
             bring, self.ahead = self.ahead, None
@@ -284,7 +284,7 @@ class OffloadedTile:
 
     def claim(self) -> None:
         """The rooms are about to be written: what the device has of them is no use any more."""
-        self.bring_home()
+        self.bring_back()
         self.mirrored = False
 
     def split(self, flat: Tensor) -> list[Tensor]:

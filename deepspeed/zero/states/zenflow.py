@@ -2,7 +2,7 @@
 
 [Note: deferred gradients] The chosen columns of a parameter have master and moments of their own where the parameter is
 used: each step updates them. The rest is added up on the host; now and then a step applies its mean to everything
-there, and writes the chosen columns over it. They are given back before anybody looks at states.
+there, and writes the chosen columns over it. They are given back before states are looked at.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class SelectedColumns:
     @torch.no_grad()
     def enter(self, home: Optimizer, optimizer: Optimizer) -> nn.Parameter:
         """Take master and moments from where the piece lives, unless they are here."""
-        if self.param is not None and self._seen != self.piece.adopted:  # somebody wrote into the parameter
+        if self.param is not None and self._seen != self.piece.adopted:  # the parameter was written
             self.param.copy_(self.piece.master.view(-1)[self.places])
         self._seen = self.piece.adopted
         if self.param is None:
@@ -344,7 +344,7 @@ class DeferredUpdates:
             chosen.leave(self._home, self._here)
 
     def forget(self) -> None:
-        """States were written by somebody else: what is here, and what was deferred, counts no more."""
+        """States were written by others: what is here, and what was deferred, counts no more."""
         for chosen in self._chosen.values():
             chosen.drop(self._here)
         for owed in self._owed.values():

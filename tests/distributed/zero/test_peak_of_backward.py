@@ -59,15 +59,15 @@ def alive():
 
 
 def peaks(stage, monkeypatch, *, accumulation=1, **options):
-    """Of each backward, in sizes of the model: what is there when a gradient arrives and when one lands."""
+    """Of each backward, in sizes of the model: what is there when a gradient arrives and when one is unpacked."""
     gc.freeze()  # what was there before need not be looked through every time
     torch.manual_seed(0)
     model = Layers(**options)
     seen = []
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda _: seen.append(alive()))
-    land = Bucket.land
-    monkeypatch.setattr(Bucket, "land", lambda *args: (seen.append(alive()), land(*args), seen.append(alive()))[1])
+    unpack = Bucket.unpack
+    monkeypatch.setattr(Bucket, "unpack", lambda *args: (seen.append(alive()), unpack(*args), seen.append(alive()))[1])
     engine = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(groups(model) if options.get("scales") else model.parameters(), lr=1e-3),
