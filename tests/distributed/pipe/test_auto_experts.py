@@ -10,7 +10,7 @@ import deepspeed
 from deepspeed.errors import DeepSpeedError
 from deepspeed.moe.stacked_experts import SpreadStack
 from deepspeed.pipe import PipelineModule
-from tests.harness import shared_ranks, store_path
+from tests.harness import ranks, store_path
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("with_transformers")
@@ -66,7 +66,7 @@ def compare(engine, end):
 
 
 @pytest.mark.parametrize(("stage", "schedule"), [(0, "1f1b"), (1, "zb-h1"), (2, "gpipe"), (3, "1f1b")])
-@shared_ranks(4, timeout=300)
+@ranks(4, timeout=300)
 def test_the_same_as_one_process(stage, schedule):
     from tests.distributed.moe.families import model_of
 
@@ -89,7 +89,7 @@ def test_the_same_as_one_process(stage, schedule):
         engine.destroy()
 
 
-@shared_ranks(4)
+@ranks(4)
 def test_a_stage_without_experts_is_named_on_every_rank():
     from tests.distributed.moe.families import model_of
 
