@@ -94,6 +94,11 @@ class Pacing:
             self._length = self.curriculum.update_difficulty(step + 1)
         return self._length != before
 
+    def went_to(self, step: int) -> None:
+        """So many optimizer steps are over: evaluation, too, computes with the compression of that step."""
+        if self.compression is not None:
+            self.compression.enter(step)
+
     def before_backward(self, loss: Tensor, scale: float) -> None:
         """The backward of the last micro-batch of a step comes next."""
         if self.compression is not None:

@@ -167,6 +167,8 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
             self.loss_of_step = None
             return
         self.global_steps += 1
+        if self._parts.pacing is not None:
+            self._parts.pacing.went_to(self.global_steps)
         micro_batches = self._parts.accumulation.micro_batches
         self.global_samples += micro_batches * self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if outcome.applied:

@@ -215,6 +215,8 @@ class CheckpointMethods:
         if whole:
             continue_scale(self._parts.scale, source.small.loss_scale)
             self._checkpoints.restore_rank(source, self.training_dataloader)
+        if self._parts.pacing is not None:
+            self._parts.pacing.went_to(self.global_steps)
         if self._parts.events.wants(RunContinued):
             self._parts.events.emit(RunContinued(self.global_steps))
 

@@ -129,6 +129,14 @@ def train(engine, first=0, stop=STEPS):
     return losses
 
 
+@torch.no_grad()
+def evaluate(engine):
+    engine.eval()
+    loss = engine(*share(batches(1, 4)[0], dist.get_rank(), dist.get_world_size()))
+    engine.train()
+    return loss.item()
+
+
 def weights(engine):
     return {name: value.clone() for name, value in engine.module_state_dict().items()}
 
@@ -183,12 +191,13 @@ def test_eigenvalues_of_all_samples_decide_how_long_bits_last():
             return build(stage, Blocks(), quantize_training=moq, **precision)
 
         engine = build_one()
-        steps(engine, 2)
+        steps(engine, 1)
         paces = [compression_of(layer).pace for layer in engine.module.layers]
         if not precision:
             assert [pace.factors for pace in paces] == [[factor] for factor in expected]
             assert [pace.edge for pace in paces] == [2 * factor for factor in expected]
         assert compression_of(engine.module.head).pace.factors == [1]
+        steps(engine, 1)
         engine.save_checkpoint(folder, tag=str(stage))
         rest = steps(engine, 6)
         losses += [] if precision else [rest]
@@ -245,9 +254,11 @@ def resumes_bit_equal(stage, saved, end, **sections):
     engine = build(stage, **sections)
     train(engine, 0, saved)
     engine.save_checkpoint(folder, tag=str(stage))
+    judged = evaluate(engine)
     rest = train(engine, saved, end)
     again = build(stage, **sections)
     again.load_checkpoint(folder, tag=str(stage))
+    assert evaluate(again) == judged
     assert train(again, saved, end) == rest
     for one, other in zip(weights(again).values(), weights(engine).values(), strict=True):
         assert torch.equal(one, other)
