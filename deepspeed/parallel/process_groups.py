@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -27,6 +29,19 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+@dataclass(slots=True)
+class _OwnGroup:
+    """The group of this rank alone, and how many asked for it."""
+
+    group: ProcessGroup | None = None
+    users: int = 0
+
+
+_OWN: WeakKeyDictionary[ProcessGroup, _OwnGroup] = WeakKeyDictionary()
+"""By world. torch names a group that members make alone by its ranks and the number of groups there are, so that a
+second one can get the name of the first after others were destroyed."""
+
+
 def create_group(
     ranks: Sequence[int], *, alone: bool = False, backend: str | None = None, name: str | None = None
 ) -> ProcessGroup | None:
@@ -36,10 +51,17 @@ def create_group(
     what errors call it.
     """
     if dist.get_backend() == "fake":
-        backend = None  # nobody is there, whatever the backend
+        backend = None  # there are no other ranks, whatever the backend
+    if alone and len(ranks) == 1 and backend is None:
+        own = _OWN.setdefault(comm.get_world_group(), _OwnGroup())
+        own.users += 1
+        if own.group is not None:
+            return own.group
     options: dict[str, Any] = {"backend": backend, "timeout": world_timeout(), "group_desc": name}
     if alone:
         group = dist.new_group(list(ranks), use_local_synchronization=True, **options)
+        if len(ranks) == 1 and backend is None:
+            _OWN[comm.get_world_group()].group = group
     else:
         group = comm.new_group(list(ranks), **options)
     return None if group == dist.GroupMember.NON_GROUP_MEMBER else group
@@ -52,9 +74,15 @@ def world_timeout() -> timedelta:
 
 
 def destroy_group(group: ProcessGroup) -> None:
-    """Destroy a group made by `create_group`; one that went down with its world is passed over."""
+    """Destroy a group made by `create_group`; one that went down with its world, or has other users, is passed over."""
     if not comm.is_initialized():
         return
+    own = _OWN.get(comm.get_world_group())
+    if own is not None and own.group is group:
+        own.users -= 1
+        if own.users:
+            return
+        del _OWN[comm.get_world_group()]
     try:
         comm.destroy_process_group(group)
     except ValueError:

@@ -107,6 +107,22 @@ def test_created_groups_may_be_used_by_some_ranks_alone():
         dist.barrier()
 
 
+@ranks(2)
+def test_layouts_come_and_go_while_another_has_the_group_of_a_rank_alone():
+    first, second = ParallelLayout.build(), ParallelLayout.build()
+    alone = [layout["pp"].group for layout in (first, second)]
+    first.close()
+    third = ParallelLayout.build()
+    value = torch.ones(())
+    for group in (alone[1], third["pp"].group):
+        dist.all_reduce(value, group=group)
+    second.close()
+    dist.all_reduce(value, group=third["pp"].group)
+    third.close()
+    assert value == 1
+    assert alone[1] not in dist.distributed_c10d._world.pg_map
+
+
 @ranks(4)
 def test_close_destroys_only_its_own_groups():
     foreign = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
