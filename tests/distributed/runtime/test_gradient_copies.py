@@ -63,13 +63,13 @@ def test_copies_go_while_backward_runs():
 
 
 @ranks(2)
-def test_what_landed_early_is_what_lands_late():
-    """The same gradients, whenever copies are let go, also after a backward that failed."""
+def test_gradients_are_the_same_whenever_copies_are_let_go():
+    """Also after a backward that failed."""
 
     def gradients(early):
         with small_buckets() as patch:
             if not early:
-                patch.setattr(replicated.ReplicatedInFlight, "_land_what_came", lambda self: None)
+                patch.setattr(replicated.ReplicatedInFlight, "_finish_completed", lambda self: None)
             engine = build(communication_data_type="fp32")
             step(engine, dist.get_rank())  # gradients leave early once a backward has shown which come
             engine.step()
