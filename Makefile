@@ -40,7 +40,7 @@ demo: venv ## install, then train a small GPT on two processes (a few minutes)
 	@echo "==> 3/3 training at stage 3: deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json"
 	@DS_ACCELERATOR=cpu $(BIN)/deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json
 
-test: venv ## lint, types, import contract, and tests that cover every behaviour (12 minutes on two cores)
+test: venv ## lint, types, import contract, and tests that cover every behaviour (15 minutes on two cores)
 	@$(MAKE) --no-print-directory -j 2 lint types
 	@echo "==> tests: covering samples, without tests/full.txt"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --sample --budget tests

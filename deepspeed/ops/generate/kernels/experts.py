@@ -161,11 +161,6 @@ def _combine(found_ptr, y_ptr, width, each, BLOCK: tl.constexpr, PDL: tl.constex
     tl.store(y_ptr + token * width + at, total.to(y_ptr.dtype.element_ty), mask=at < width)
 
 
-def _lines(blocks: int, outs: int, device: torch.device) -> int:
-    """Rows of a weight that a program multiplies: fewer where there would be too few programs."""
-    return next((lines for lines in (64, 32) if blocks * cdiv(outs, lines) >= 2 * processors(device)), 32)
-
-
 def route(
     x: Tensor, gate_up: ExpertWeight, down: ExpertWeight, chosen: Tensor, shares: Tensor, kind: str
 ) -> Tensor:  # fmt: skip
@@ -190,7 +185,7 @@ def route(
     for rows, weight, result, per_row in ((x, gate_up, middle, each), (middle, down, found, 1)):
         strides: tuple[int, ...]
         outs, width = result.shape[1], rows.shape[1]
-        out = _lines(most, outs, x.device)
+        out = 32 if most * cdiv(outs, 64) < 2 * processors(x.device) else 64
         grid = most, cdiv(outs, out)
         if isinstance(weight, PackedWeight):
             parts = weight.data, weight.scales, weight.data if weight.zeros is None else weight.zeros
